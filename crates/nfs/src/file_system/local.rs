@@ -545,6 +545,10 @@ impl FileSystem for LocalFileSystem {
         self.inner.fsid
     }
 
+    fn open_files_max(&self) -> Option<usize> {
+        Some(self.inner.open_max)
+    }
+
     fn attributes<'a>(&'a self, file: &'a FileId) -> Op<'a, Attributes> {
         Box::pin(async move {
             let node = self.node(file).await?;

@@ -320,6 +320,11 @@ pub trait FileSystem: Send + Sync {
     /// handles, which are stale when it changes.
     fn fsid(&self) -> u64;
 
+    /// Files that may be open at a time, if there is a limit. It is shared out between the hosts of clients.
+    fn open_files_max(&self) -> Option<usize> {
+        None
+    }
+
     /// What there is to know of a file.
     fn attributes<'a>(&'a self, file: &'a FileId) -> Op<'a, Attributes>;
 

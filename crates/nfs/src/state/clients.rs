@@ -2,7 +2,7 @@
 
 use super::files::Removed;
 use super::numbered::Numbering;
-use super::{CLIENTS_MAX, FileIdentity, Held, KEPT_MAX, Refused, SESSIONS_MAX, SESSIONS_TOTAL_MAX, State};
+use super::{CLIENTS_MAX, FileIdentity, Held, Refused, SESSIONS_MAX, State};
 use crate::v4::session::{ChannelLimits, Lease, Session};
 use crate::v4::status::Status;
 use std::collections::{BTreeMap, HashMap, HashSet};
@@ -94,7 +94,7 @@ pub(super) struct Client {
     sequence: u32,
     created: Option<Box<[u8]>>,
     pub lease: Arc<Lease>,
-    sessions: usize,
+    pub sessions: usize,
     /// It has reclaimed what it had, and so it may have something new; it stands in stable storage.
     pub has_reclaimed: bool,
     /// [`State::records`] since it does.
@@ -163,6 +163,7 @@ impl State {
         verifier: [u8; 8],
         Maker { principal, origin }: Maker,
     ) -> Result<u64, Refused> {
+        self.check_clients(now, origin)?;
         if self.clients.len() >= CLIENTS_MAX {
             self.make_room(now, origin)?;
         }
@@ -254,11 +255,13 @@ impl State {
     /// Removes a client, its sessions, and what it has.
     pub(super) fn remove_client(&mut self, id: u64) {
         let Some(client) = self.clients.remove(&id) else { return };
+        if client.sessions > 0 {
+            let gone = self.sessions.extract_if(|_, session| session.client == id);
+            let kept: Vec<u64> = gone.map(|(_, session)| session.limits.kept()).collect();
+            kept.into_iter().for_each(|kept| self.count_session(client.origin, kept, false));
+        }
         self.origin_has_lost(&client);
         self.remove_all(client.held.into_iter().collect());
-        if client.sessions > 0 {
-            self.sessions.retain(|_, session| session.client != id);
-        }
         if let Some(numbering) = &client.numbering {
             self.forget_numbering(numbering);
         }
@@ -347,10 +350,8 @@ impl State {
         if client.sessions >= SESSIONS_MAX {
             return Err(Status::NOSPC.into());
         }
-        if self.sessions.len() >= SESSIONS_TOTAL_MAX {
-            let with_sessions = self.clients.iter().filter(|(_, client)| client.sessions > 0);
-            return Err(self.full(now, with_sessions.map(|(id, _)| *id)));
-        }
+        let origin = client.origin;
+        self.check_sessions(now, origin)?;
         Ok(NewSession::Make(self.confirm(now, id)))
     }
 
@@ -370,14 +371,9 @@ impl State {
     }
 
     /// The limits of a session, for whose replies there is room beside those of the others.
-    pub(crate) fn with_room_for_replies(&self, limits: ChannelLimits) -> ChannelLimits {
-        let kept = |limits: &ChannelLimits| u64::from(limits.requests) * u64::from(limits.cached);
-        let others: u64 = self.sessions.values().map(|session| kept(&session.limits)).sum();
-        if others + kept(&limits) <= KEPT_MAX {
-            limits
-        } else {
-            ChannelLimits { requests: limits.requests.min(2), ..limits }
-        }
+    pub(crate) fn with_room_for_replies(&self, client: u64, limits: ChannelLimits) -> ChannelLimits {
+        let has_room = self.clients.get(&client).is_some_and(|c| self.has_room_for_replies(c.origin, limits.kept()));
+        if has_room { limits } else { ChannelLimits { requests: limits.requests.min(2), ..limits } }
     }
 
     /// The session is there, and this is the reply that says so.
@@ -386,6 +382,8 @@ impl State {
         client.sequence = client.sequence.wrapping_add(1);
         client.created = Some(reply);
         client.sessions += 1;
+        let origin = client.origin;
+        self.count_session(origin, session.limits.kept(), true);
         self.sessions.insert(session.id, session);
     }
 
@@ -394,6 +392,8 @@ impl State {
         let session = self.sessions.remove(id).ok_or(Status::BADSESSION)?;
         if let Some(client) = self.clients.get_mut(&session.client) {
             client.sessions -= 1;
+            let origin = client.origin;
+            self.count_session(origin, session.limits.kept(), false);
         }
         Ok(())
     }
@@ -562,6 +562,11 @@ impl State {
     pub(super) fn forget_in_file(&mut self, removed: &Removed, file: FileIdentity) {
         let Some(state) = self.files.get_mut(&file) else { return };
         state.forget(removed);
+        let closed_by = state.note_closed();
+        if let Some(origin) = closed_by {
+            self.count_open_file(file.file_system, origin, false);
+        }
+        let Some(state) = self.files.get_mut(&file) else { return };
         if !state.waiting.is_empty() {
             self.to_wake.insert(file);
         } else if state.is_unused() {

@@ -2,7 +2,7 @@
 //! given back, or are revoked.
 
 use super::files::{Held, READ, Removed, WRITE};
-use super::places::weight_of;
+use super::quotas::weight_of;
 use super::{
     DELEGATIONS_MAX, DELEGATIONS_OF_CLIENT_MAX, FileIdentity, GrantPermit, HELD_TOTAL_MAX, RECENT_MAX, RECENT_MS,
     Refused, State, Stateid,
@@ -11,10 +11,13 @@ use crate::file_system::OpenGuard;
 use crate::v4::session::Session;
 use crate::v4::status::Status;
 use std::sync::Arc;
+use thruway_tcp::Origin;
 
 /// A file that is delegated.
 pub(super) struct Delegation {
     pub client: u64,
+    /// The host of the client.
+    origin: Origin,
     pub file: FileIdentity,
     pub is_write: bool,
     /// The user who opened the file, and whose rights were checked.
@@ -27,6 +30,13 @@ pub(super) struct Delegation {
     pub is_revoked: bool,
     /// What keeps other programs from changing it.
     pub lease: OpenGuard,
+}
+
+#[cfg(test)]
+impl Delegation {
+    pub(super) fn is_waited_for(&self) -> bool {
+        self.is_recalled && !self.is_revoked
+    }
 }
 
 /// What is to be delegated.
@@ -46,6 +56,8 @@ pub(crate) struct Recalled {
     pub handle: Box<[u8]>,
     /// Only clients wait for it.
     pub is_write: bool,
+    /// For so long others may still wait for the delegations of its host.
+    pub time_left_ms: u64,
 }
 
 impl State {
@@ -62,6 +74,10 @@ impl State {
         if self.recent.len() >= RECENT_MAX {
             self.recent.retain(|_, recalled| now < *recalled + RECENT_MS);
         }
+        let Some(origin) = self.clients.get(&client).map(|client| client.origin) else { return false };
+        if !self.may_delegate_to(now, origin) {
+            return false;
+        }
         let Some(known) = self.clients.get(&client) else { return false };
         let is_full = self.delegations >= DELEGATIONS_MAX
             || known.delegations >= DELEGATIONS_OF_CLIENT_MAX
@@ -75,12 +91,9 @@ impl State {
             let other = self.delegation(*number);
             is_write || other.is_write || other.client == client
         };
-        let is_contended = |number: &u64| {
-            let open = self.open_ref(*number);
-            if is_write { open.client != client } else { open.access & WRITE != 0 }
-        };
-        let has_others = state.changes > 0 || self.is_locked_by_monitored(file);
-        !has_others && !state.delegations.iter().any(is_excluded) && !state.opens().iter().any(is_contended)
+        let is_contended = if is_write { state.opens().has_other_client(client) } else { state.opens().has_writer() };
+        let has_others = state.changes > 0 || state.is_locked_by_monitored();
+        !has_others && !is_contended && !state.delegations.iter().any(is_excluded)
     }
 
     /// Delegates a file to a client that has it open, if that may be.
@@ -97,6 +110,7 @@ impl State {
         }
         let number = self.number();
         let known = self.clients.get_mut(&client).expect("it has just been there");
+        let origin = known.origin;
         known.held.insert(number);
         known.delegations += 1;
         self.add_weight(client, weight_of(0));
@@ -104,7 +118,7 @@ impl State {
         self.files.get_mut(file).expect("an open file").delegations.push(number);
         let file = file.clone();
         let (is_recalled, is_revoked) = (false, false);
-        let delegation = Delegation { client, file, is_write, uid, handle, is_recalled, is_revoked, lease };
+        let delegation = Delegation { client, origin, file, is_write, uid, handle, is_recalled, is_revoked, lease };
         self.held.insert(number, Held::Delegation(delegation));
         Some(self.stateid_of(number, 1))
     }
@@ -123,20 +137,27 @@ impl State {
         if numbers.is_empty() {
             return Ok(());
         }
+        self.tick(now);
         let mut refused = Refused::Delegated;
         for number in numbers {
             let Some(Held::Delegation(delegation)) = self.held.get_mut(&number) else { continue };
-            let client = delegation.client;
+            let (client, origin) = (delegation.client, delegation.origin);
             if !std::mem::replace(&mut delegation.is_recalled, true) {
                 self.recalls.push(number);
+                self.count_recall(now, origin, true);
             }
             if self.clients.get(&client).is_some_and(|client| self.is_expired(now, client)) {
                 refused = Refused::Expired(client);
             }
         }
+        self.note_recent(now, file);
+        Err(refused)
+    }
+
+    /// The file is not delegated again for some time.
+    fn note_recent(&mut self, now: u64, file: &FileIdentity) {
         self.recent.retain(|_, recalled| now < *recalled + RECENT_MS);
         self.recent.insert(file.clone(), now);
-        Err(refused)
     }
 
     /// Recalls what others than this client have of a file that is to be changed, or read.
@@ -202,6 +223,7 @@ impl State {
             stateid: self.stateid_of(number, 1),
             handle: delegation.handle.clone(),
             is_write: delegation.is_write,
+            time_left_ms: self.recall_time_left(self.now, delegation.origin),
         })
     }
 
@@ -213,9 +235,14 @@ impl State {
             return None;
         }
         let (client, file) = (delegation.client, delegation.file.clone());
+        let (origin, was_recalled) = (delegation.origin, delegation.is_recalled);
         let mut removed = Removed::default();
         let lease = std::mem::replace(&mut delegation.lease, Arc::new(()));
         self.dropped.push(lease);
+        if was_recalled {
+            self.count_recall(self.now, origin, false);
+        }
+        self.note_recent(self.now, &file);
         // It is not in the way of others any more, and does not count.
         self.delegations -= 1;
         if let Some(client) = self.clients.get_mut(&client) {
@@ -238,7 +265,10 @@ impl State {
 
     /// A delegation is no longer there.
     pub(super) fn end_delegation(&mut self, delegation: Delegation) {
-        let Delegation { is_revoked, client, .. } = delegation;
+        let Delegation { is_revoked, is_recalled, client, origin, .. } = delegation;
+        if is_recalled && !is_revoked {
+            self.count_recall(self.now, origin, false);
+        }
         self.delegations -= usize::from(!is_revoked);
         if let Some(client) = self.clients.get_mut(&client) {
             client.delegations -= usize::from(!is_revoked);

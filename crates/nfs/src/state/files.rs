@@ -3,13 +3,15 @@
 use super::clients::Kind;
 use super::delegations::Delegation;
 use super::numbered::Role;
-use super::places::weight_of;
+use super::opens::Opens;
+use super::quotas::weight_of;
 use super::ranges::{Lock, Locks, Range};
 use super::waiting::Waiting;
-use super::{Denied, FILE_HELD_MAX, FileIdentity, GrantPermit, HELD_MAX, LOCKS_MAX, Refused, State, Stateid};
+use super::{Denied, FileIdentity, GrantPermit, HELD_MAX, LOCKS_MAX, Refused, State, Stateid};
 use crate::file_system::OpenGuard;
 use crate::v4::status::Status;
 use std::collections::{HashMap, HashSet};
+use thruway_tcp::Origin;
 
 /// Reads, as a bit of what is open or denied (`OPEN4_SHARE_ACCESS_READ`).
 pub(crate) const READ: u32 = 1;
@@ -32,6 +34,8 @@ pub(super) enum Held {
 /// A file that an owner has open.
 pub(super) struct Open {
     pub client: u64,
+    /// The host of the client.
+    origin: Origin,
     owner: Owner,
     pub file: FileIdentity,
     seqid: u32,
@@ -49,17 +53,12 @@ pub(super) struct Open {
 /// An owner of locks in a file.
 pub(super) struct LockHolder {
     pub client: u64,
+    origin: Origin,
     pub owner: Owner,
     pub file: FileIdentity,
     seqid: u32,
     /// Version 3 locks files without having them open.
     pub open: Option<u64>,
-}
-
-impl Open {
-    pub(super) fn is_of(&self, owner: &[u8]) -> bool {
-        *self.owner == *owner
-    }
 }
 
 impl Held {
@@ -108,9 +107,15 @@ pub(crate) struct OpenAs<'a> {
 /// What is known of a file.
 #[derive(Default)]
 pub(super) struct FileState {
-    opens: Vec<u64>,
+    opens: Opens,
     /// Owners of locks, by client and name.
     pub holders: HashMap<(u64, Owner), u64>,
+    /// Those of version 3 among them.
+    monitored: usize,
+    /// Opens and owners of locks, by the hosts of their clients.
+    by_origin: HashMap<Origin, usize>,
+    /// The host whose client has opened the file first, while it is open or delegated.
+    opened_by: Option<Origin>,
     pub locks: Locks,
     /// Waits for locks.
     pub waiting: Vec<Waiting>,
@@ -123,23 +128,45 @@ pub(super) struct FileState {
 #[derive(Default)]
 pub(super) struct Removed {
     numbers: HashSet<u64>,
+    opens: Vec<(u64, Owner, u64)>,
     holders: Vec<(u64, Owner)>,
+    monitored: usize,
+    origins: Vec<Origin>,
 }
 
 impl Removed {
     pub(super) fn note(&mut self, number: u64, held: &Held) {
         self.numbers.insert(number);
-        if let Held::Locks(holder) = held {
-            self.holders.push((holder.client, holder.owner.clone()));
+        match held {
+            Held::Open(open) => {
+                self.opens.push((open.client, open.owner.clone(), number));
+                self.origins.push(open.origin);
+            }
+            Held::Locks(holder) => {
+                self.holders.push((holder.client, holder.owner.clone()));
+                self.monitored += usize::from(holder.open.is_none());
+                self.origins.push(holder.origin);
+            }
+            Held::Delegation(_) => {}
         }
     }
 }
 
 impl FileState {
     pub(super) fn forget(&mut self, removed: &Removed) {
-        let stays = |number: &u64| !removed.numbers.contains(number);
-        self.opens.retain(stays);
-        self.delegations.retain(stays);
+        self.delegations.retain(|number| !removed.numbers.contains(number));
+        for (client, owner, number) in &removed.opens {
+            self.opens.remove(*client, owner, *number);
+        }
+        for origin in &removed.origins {
+            if let Some(count) = self.by_origin.get_mut(origin) {
+                *count -= 1;
+                if *count == 0 {
+                    self.by_origin.remove(origin);
+                }
+            }
+        }
+        self.monitored -= removed.monitored;
         for holder in &removed.holders {
             self.holders.remove(holder);
         }
@@ -148,8 +175,33 @@ impl FileState {
         }
     }
 
-    pub(super) fn opens(&self) -> &[u64] {
+    pub(super) fn opens(&self) -> &Opens {
         &self.opens
+    }
+
+    /// Opens, and owners of locks.
+    pub(super) fn held(&self) -> usize {
+        self.opens.len() + self.holders.len()
+    }
+
+    /// Those of the clients of one host.
+    pub(super) fn held_of(&self, origin: Origin) -> usize {
+        self.by_origin.get(&origin).copied().unwrap_or(0)
+    }
+
+    /// Whether a client of version 3 has locked any of it.
+    pub(super) fn is_locked_by_monitored(&self) -> bool {
+        self.monitored > 0
+    }
+
+    #[cfg(test)]
+    pub(super) fn is_open(&self) -> bool {
+        self.opened_by.is_some()
+    }
+
+    /// The host that the open file counted for, if it is not open any more.
+    pub(super) fn note_closed(&mut self) -> Option<Origin> {
+        if self.opens.is_empty() && self.delegations.is_empty() { self.opened_by.take() } else { None }
     }
 
     pub(super) fn is_unused(&self) -> bool {
@@ -229,23 +281,39 @@ impl State {
         }
     }
 
-    /// Opens that keep a file from being opened so, but for one.
-    fn share_conflict(
-        &self,
-        now: u64,
-        file: &FileIdentity,
-        access: u32,
-        deny: u32,
-        own: Option<u64>,
-    ) -> Result<(), Refused> {
-        let Some(state) = self.files.get(file) else { return Ok(()) };
-        for number in state.opens.iter().filter(|number| Some(**number) != own) {
-            let other = self.open_ref(*number);
-            if access & other.deny != 0 || deny & other.access != 0 {
-                return Err(self.in_the_way(now, other.client, Status::SHARE_DENIED.into()));
-            }
+    /// Checks that no open keeps a file from being opened so, the same owner's included (RFC 8881, section 9.7).
+    fn check_share(&self, now: u64, file: &FileIdentity, modes: Modes) -> Result<(), Refused> {
+        let conflict = self.files.get(file).and_then(|state| state.opens.conflict(modes));
+        let Some(other) = conflict.map(|number| self.open_ref(number)) else { return Ok(()) };
+        Err(self.in_the_way(now, other.client, Status::SHARE_DENIED.into()))
+    }
+
+    /// Checks what OPEN of a file by its name needs whichever file that is, before one is made.
+    pub(crate) fn check_opener(&self, now: u64, client: u64, owner: &[u8], file_system: u64) -> Result<(), Refused> {
+        let known = self.clients.get(&client).ok_or_else(|| self.gone(client))?;
+        if known.held.len() >= HELD_MAX {
+            return Err(Status::NOSPC.into());
         }
-        Ok(())
+        self.check_room(now, known, weight_of(owner.len()))?;
+        self.check_open_files(now, known.origin, file_system)
+    }
+
+    /// Checks that a client may have a file open that is there.
+    pub(crate) fn check_open(&self, now: u64, client: u64, owner: &[u8], file: &FileIdentity) -> Result<(), Refused> {
+        let state = self.files.get(file);
+        if state.is_some_and(|state| state.opens.find(client, owner).is_some()) {
+            return Ok(());
+        }
+        let known = self.clients.get(&client).ok_or_else(|| self.gone(client))?;
+        if state.is_some_and(|state| state.opened_by.is_some()) {
+            return self.check_room_in_file(now, known.origin, file);
+        }
+        self.check_open_files(now, known.origin, file.file_system)
+    }
+
+    /// Whether anybody has a file open, or it is delegated.
+    pub(crate) fn is_in_use(&self, file: &FileIdentity) -> bool {
+        self.files.get(file).is_some_and(|state| state.opened_by.is_some())
     }
 
     /// OPEN: what an owner already has open it has open in both ways then; how it was, if it was.
@@ -259,28 +327,22 @@ impl State {
     ) -> Result<(Stateid, Option<Modes>), Refused> {
         let OpenAs { owner, uid, modes: (access, deny), is_confirmed } = how;
         self.check_reclaim(now, is_reclaim)?;
-        let opens = self.files.get(file).map_or(&[][..], |state| &state.opens);
-        let own = opens.iter().copied().find(|number| {
-            let open = self.open_ref(*number);
-            open.client == client && *open.owner == *owner
-        });
-        self.share_conflict(now, file, access, deny, own)?;
+        let own = self.files.get(file).and_then(|state| state.opens.find(client, owner));
+        self.check_share(now, file, (access, deny))?;
         self.recall_for_open(now, file, client, (access, deny))?;
-        let opens = self.files.get(file).map_or(0, |state| state.opens.len());
         let Some(number) = own else {
             let known = self.clients.get(&client).ok_or_else(|| self.gone(client))?;
             if known.held.len() >= HELD_MAX {
                 return Err(Status::NOSPC.into());
             }
-            let weight = weight_of(owner.len());
+            let (weight, origin) = (weight_of(owner.len()), known.origin);
             self.check_room(now, known, weight)?;
-            if opens >= FILE_HELD_MAX {
-                return Err(self.full_of(now, file));
-            }
+            self.check_room_in_file(now, origin, file)?;
             let number = self.number();
             let (owner, holders) = (owner.into(), HashSet::new());
             let open = Open {
                 client,
+                origin,
                 owner,
                 file: file.clone(),
                 seqid: 1,
@@ -291,8 +353,15 @@ impl State {
                 guard,
                 holders,
             };
+            let state = self.files.entry(file.clone()).or_default();
+            state.opens.insert(client, open.owner.clone(), number, (access, deny));
+            *state.by_origin.entry(origin).or_default() += 1;
+            let is_first = state.opened_by.is_none();
+            state.opened_by.get_or_insert(origin);
             self.held.insert(number, Held::Open(open));
-            self.files.entry(file.clone()).or_default().opens.push(number);
+            if is_first {
+                self.count_open_file(file.file_system, origin, true);
+            }
             self.clients.get_mut(&client).expect("it has just been there").held.insert(number);
             self.add_weight(client, weight);
             return Ok((self.stateid_of(number, 1), None));
@@ -305,7 +374,8 @@ impl State {
         open.deny |= deny;
         open.uid = open.uid.filter(|first| *first == uid);
         open.seqid += 1;
-        let seqid = open.seqid;
+        let (seqid, modes) = (open.seqid, (open.access, open.deny));
+        self.note_modes(file, number, modes);
         Ok((self.stateid_of(number, seqid), Some(was)))
     }
 
@@ -350,6 +420,7 @@ impl State {
             let open = self.open_mut(number);
             (open.access, open.deny) = was;
             open.seqid -= 1;
+            self.note_modes(file, number, was);
         }
     }
 
@@ -369,7 +440,14 @@ impl State {
         (open.access, open.deny) = (access, deny);
         open.seqid += 1;
         let seqid = open.seqid;
+        self.note_modes(file, number, (access, deny));
         Ok(self.stateid_of(number, seqid))
+    }
+
+    fn note_modes(&mut self, file: &FileIdentity, open: u64, modes: Modes) {
+        if let Some(state) = self.files.get_mut(file) {
+            state.opens.set_modes(open, modes);
+        }
     }
 
     /// CLOSE; locks go with it.
@@ -401,7 +479,7 @@ impl State {
             if !is_write && stateid == Stateid::BYPASS {
                 return Ok(false);
             }
-            return match self.share_conflict(now, file, wanted, 0, None) {
+            return match self.check_share(now, file, (wanted, 0)) {
                 Ok(()) => Ok(false),
                 Err(Refused::Status(_)) => Err(Status::LOCKED.into()),
                 Err(other) => Err(other),
@@ -502,9 +580,12 @@ impl State {
 
     /// There is no room because of those who have something of a file.
     pub(super) fn full_of(&self, now: u64, file: &FileIdentity) -> Refused {
-        let of_file =
-            self.files.get(file).into_iter().flat_map(|state| state.opens.iter().chain(state.holders.values()));
-        self.full(now, of_file.filter_map(|number| self.held.get(number)).map(Held::client))
+        let of_file = self
+            .files
+            .get(file)
+            .into_iter()
+            .flat_map(|state| state.opens.numbers().chain(state.holders.values().copied()));
+        self.full(now, of_file.filter_map(|number| self.held.get(&number)).map(Held::client))
     }
 
     fn add_holder(
@@ -517,18 +598,22 @@ impl State {
     ) -> Result<u64, Refused> {
         let number = self.number();
         let weight = weight_of(owner.len());
-        self.check_room(now, self.clients.get(&client).ok_or_else(|| self.gone(client))?, weight)?;
-        if self.files.get(file).is_some_and(|state| state.holders.len() >= FILE_HELD_MAX) {
-            return Err(self.full_of(now, file));
-        }
+        let known = self.clients.get(&client).ok_or_else(|| self.gone(client))?;
+        let origin = known.origin;
+        self.check_room(now, known, weight)?;
+        self.check_room_in_file(now, origin, file)?;
         let Some(known) = self.clients.get_mut(&client) else { return Err(self.gone(client).into()) };
         if known.held.len() >= HELD_MAX {
             return Err(Status::NOSPC.into());
         }
         known.held.insert(number);
         self.add_weight(client, weight);
-        self.files.entry(file.clone()).or_default().holders.insert((client, owner.clone()), number);
-        self.held.insert(number, Held::Locks(LockHolder { client, owner, file: file.clone(), seqid: 0, open }));
+        let state = self.files.entry(file.clone()).or_default();
+        state.holders.insert((client, owner.clone()), number);
+        state.monitored += usize::from(open.is_none());
+        *state.by_origin.entry(origin).or_default() += 1;
+        let holder = LockHolder { client, origin, owner, file: file.clone(), seqid: 0, open };
+        self.held.insert(number, Held::Locks(holder));
         if let Some(open) = open {
             self.open_mut(open).holders.insert(number);
         }

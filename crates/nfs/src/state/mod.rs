@@ -12,13 +12,14 @@ mod files;
 mod monitored;
 mod numbered;
 mod offloads;
-mod places;
+mod opens;
+mod quotas;
 mod ranges;
 mod waiting;
 
 pub(crate) use clients::{ClientName, Kind, Maker, NewSession, Principal, Records};
 pub(crate) use delegations::{Delegated, Recalled};
-pub(crate) use files::{LockRequest, OpenAs, Owner, READ, WRITE};
+pub(crate) use files::{LockRequest, Modes, OpenAs, Owner, READ, WRITE};
 pub(crate) use monitored::{Host, PendingGrant};
 pub(crate) use numbered::{Reply, Role, Turn};
 pub(crate) use ranges::Range;
@@ -27,7 +28,7 @@ pub(crate) use waiting::Waiting;
 use self::clients::{Client, Grace};
 use self::files::{FileState, Held};
 use self::offloads::Offload;
-use self::places::OfOrigin;
+use self::quotas::{OpenFiles, RecallDelays, Usage};
 use crate::file_system::OpenGuard;
 use crate::v4::callback::Notice;
 use crate::v4::session::Session;
@@ -119,6 +120,11 @@ impl GrantPermit {
     pub(crate) fn stored(client: u64, is_reclaim: bool) -> GrantPermit {
         GrantPermit { client, is_reclaim }
     }
+
+    /// Who may.
+    pub(crate) fn client(self) -> u64 {
+        self.client
+    }
 }
 
 /// Clients whose leases have expired that are remembered.
@@ -136,8 +142,8 @@ pub(crate) const HELD_MAX: usize = 16 << 10;
 /// The same, of all clients; of the clients of one host, as much as eight times what is left. A long name of an owner counts more
 /// than once.
 pub(crate) const HELD_TOTAL_MAX: usize = 1 << 20;
-/// How often one file may be open, and owners of locks in it: they are gone through one by one.
-pub(crate) const FILE_HELD_MAX: usize = 4096;
+/// Opens and owners of locks of one file; of the clients of one host, as much as eight times what is left.
+pub(crate) const FILE_HELD_MAX: usize = 8192;
 /// Clients of version 3: they have no leases, and must not take all places for ever.
 pub(crate) const MONITORED_MAX: usize = CLIENTS_MAX / 2;
 /// The same, of one host (of IPv6: of one network of 64 bits).
@@ -207,7 +213,12 @@ pub(crate) struct State {
     offloads: HashMap<u64, Offload>,
     /// What clients hold, in all and by where they come from.
     weight: usize,
-    origins: HashMap<Origin, OfOrigin>,
+    origins: HashMap<Origin, Usage>,
+    /// By file system.
+    open_files: HashMap<u64, OpenFiles>,
+    recall_delays: HashMap<Origin, RecallDelays>,
+    /// The time when something was last done with this.
+    now: u64,
 }
 
 impl State {
@@ -238,6 +249,9 @@ impl State {
             offloads: HashMap::new(),
             weight: 0,
             origins: HashMap::new(),
+            open_files: HashMap::new(),
+            recall_delays: HashMap::new(),
+            now: 0,
         }
     }
 
@@ -245,6 +259,11 @@ impl State {
     pub(crate) fn with_grace_of(mut self, ms: u64) -> State {
         self.grace.until = ms;
         self
+    }
+
+    /// Notes the time, before anything is done.
+    pub(crate) fn tick(&mut self, now: u64) {
+        self.now = self.now.max(now);
     }
 
     /// What was kept open for what is no longer open.

@@ -4,7 +4,7 @@
 use super::clients::{Client, ClientName, Kind, Maker, Principal};
 use super::files::{Holder, OpenAs, Owner};
 use super::waiting::Waiting;
-use super::{FileIdentity, GrantPermit, Held, MONITORED_MAX, READ, Range, Refused, State, WAITING_MAX, WRITE};
+use super::{FileIdentity, GrantPermit, MONITORED_MAX, READ, Range, Refused, State, WAITING_MAX, WRITE};
 use crate::v4::status::Status;
 use std::collections::HashSet;
 use std::net::IpAddr;
@@ -216,12 +216,6 @@ impl State {
         }
     }
 
-    /// Whether a client of version 3 has locked any of a file: then it is not delegated.
-    pub(super) fn is_locked_by_monitored(&self, file: &FileIdentity) -> bool {
-        let holders = self.files.get(file).into_iter().flat_map(|state| state.holders.keys());
-        holders.map(|(client, _)| client).any(|id| self.clients.get(id).is_some_and(|c| c.name.kind == Kind::Monitored))
-    }
-
     /// Whether an owner has this locked, for writing if that is asked.
     pub(crate) fn has_locked(
         &self,
@@ -335,9 +329,7 @@ impl State {
 
     /// NLM_UNSHARE
     pub(crate) fn unshare_monitored(&mut self, client: u64, owner: &[u8], file: &FileIdentity) {
-        let opens = self.files.get(file).map_or(&[][..], |state| state.opens());
-        let is_it = |number: &&u64| matches!(self.held.get(number), Some(Held::Open(open)) if open.client == client && open.is_of(owner));
-        if let Some(number) = opens.iter().find(is_it).copied() {
+        if let Some(number) = self.files.get(file).and_then(|state| state.opens().find(client, owner)) {
             self.remove_held(number);
         }
     }

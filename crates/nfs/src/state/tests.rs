@@ -155,8 +155,11 @@ fn files_are_shared_as_their_openers_allow() {
     let second = open(&mut state, 0, b, "o", 1, (READ, WRITE)).unwrap();
     assert_eq!(open(&mut state, 0, a, "o", 1, (WRITE, 0)), denied);
     assert_eq!(open(&mut state, 0, b, "other", 1, (WRITE, 0)), denied, "also another owner of the same client");
-    // What is open is open in both ways.
-    let both = open(&mut state, 0, b, "o", 1, (WRITE, 0)).unwrap();
+    assert_eq!(open(&mut state, 0, b, "o", 1, (WRITE, 0)), denied, "the same owner's modes count, too");
+    state.close(b, second, &file(1)).unwrap();
+    // A file that is opened again is open in both ways.
+    let second = open(&mut state, 0, b, "o", 1, (READ, 0)).unwrap();
+    let both = open(&mut state, 0, b, "o", 1, (READ | WRITE, WRITE)).unwrap();
     assert_eq!((both.other, both.seqid), (second.other, 2));
     assert_eq!(state.access(0, b, USER, second, &file(1), true), Err(Refused::Status(Status::OLD_STATEID)));
     assert_eq!(state.access(0, b, USER, both, &file(1), true), Ok(true));
@@ -187,7 +190,7 @@ fn files_are_shared_as_their_openers_allow() {
 fn what_has_failed_leaves_what_was_open_before() {
     let mut state = State::new(7, LEASE, Records::new());
     let a = client(&mut state, 0, "a");
-    let first = open(&mut state, 0, a, "o", 1, (READ | WRITE, 0)).unwrap();
+    let first = open(&mut state, 0, a, "o", 1, (WRITE, 0)).unwrap();
     let held = lock(&mut state, 0, a, first, "p", range(0, 10)).unwrap();
     let (again, was) =
         state.open(0, GrantPermit::stored(a, false), open_as("o", (WRITE, READ)), &file(1), guard()).unwrap();
@@ -212,7 +215,7 @@ fn there_is_always_room_for_clients_that_come() {
     // Those who have something, when they are not heard of.
     let mut state = State::new(7, LEASE, Records::new());
     for n in 0..CLIENTS_MAX {
-        let id = client(&mut state, 0, &format!("{n}"));
+        let id = client_from(&mut state, 0, n, &format!("10.0.{}.{}", n / 200, n % 200)).unwrap();
         open(&mut state, 0, id, "o", (n % 200) as u8, (READ, 0)).unwrap();
     }
     assert_eq!(come(&mut state, LEASE / 2, 1 << 20), Err(Refused::Status(Status::DELAY)));
@@ -537,7 +540,7 @@ fn what_is_delegated_is_had_back_before_others_see_or_do_what_it_excludes() {
     assert_eq!(state.recall_others(0, &file(1), Some(b), true), excluded);
     let numbers = state.take_recalls();
     assert_eq!(numbers.len(), 1, "a's");
-    assert_eq!(open(&mut state, 0, b, "o", 1, (READ, READ)).map(drop), excluded);
+    assert_eq!(open(&mut state, 0, b, "o", 1, (WRITE, 0)).map(drop), excluded);
     assert_eq!(state.begin_change(0, &file(1), None), excluded);
     assert_eq!(state.take_recalls().len(), 1, "b's; that of a has been recalled");
     assert_eq!(state.recalled(numbers[0]).map(|recalled| recalled.stateid), Some(of_a));
@@ -578,9 +581,8 @@ fn what_is_delegated_is_had_back_before_others_see_or_do_what_it_excludes() {
 fn limits_are_not_held_by_those_who_are_gone() {
     let mut state = State::new(7, LEASE, Records::new());
     let (gone, here) = (client(&mut state, 0, "gone"), client(&mut state, 0, "here"));
-    for n in 0..FILE_HELD_MAX {
-        open(&mut state, 0, gone, &n.to_string(), 1, (READ, 0)).unwrap();
-    }
+    let opened = (0..).take_while(|n: &u32| open(&mut state, 0, gone, &n.to_string(), 1, (READ, 0)).is_ok()).count();
+    assert_eq!(opened, (FILE_HELD_MAX * 8).div_ceil(9), "the clients of one host");
     let one_more = |state: &mut State, now| open(state, now, here, "o", 1, (READ, 0)).map(drop);
     assert_eq!(one_more(&mut state, 0), Err(Refused::Status(Status::NOSPC)));
     state.clients[&here].lease.renew(3 * LEASE);
@@ -599,8 +601,8 @@ fn limits_are_not_held_by_those_who_are_gone() {
     assert_eq!(lock(&mut state, 6 * LEASE, here, of_here, "l", range(1 << 40, 1)), Err(Refused::Expired(gone)));
     assert!(state.expire(6 * LEASE, gone));
     for n in 0.. {
-        let id = begin(&mut state, 6 * LEASE, &n.to_string(), [1; 8]);
-        for sequence in 2..=SESSIONS_MAX as u32 {
+        let id = client_from(&mut state, 6 * LEASE, n, &format!("10.0.{}.{}", n / 200, n % 200)).unwrap();
+        for sequence in 2..=4 {
             if state.sessions.len() < SESSIONS_TOTAL_MAX {
                 add_session(&mut state, 6 * LEASE, id, sequence);
             }
@@ -924,26 +926,149 @@ fn from(address: &str) -> Maker {
     Maker { principal: user(Some(0)), origin: Origin::of_host(address.parse().unwrap()) }
 }
 
+/// A client of this host, with a session, that has reclaimed what it had.
+fn client_from(state: &mut State, now: u64, name: usize, address: &str) -> Result<u64, Refused> {
+    let exchange = state.exchange_id(now, &name.to_be_bytes(), [1; 8], from(address), false)?;
+    add_session(state, now, exchange.client, exchange.sequence);
+    state.reclaim_complete(now, exchange.client)?;
+    Ok(exchange.client)
+}
+
 #[test]
 fn a_host_with_many_clients_keeps_no_other_out() {
-    let mut state = State::new(7, LEASE, Records::new());
-    let add = |state: &mut State, name: usize, from: Maker| {
-        let exchange = state.exchange_id(0, &name.to_be_bytes(), [1; 8], from, false)?;
-        add_session(state, 0, exchange.client, exchange.sequence);
-        Ok::<_, Refused>(exchange.client)
-    };
-    let many: Vec<u64> = (0..CLIENTS_MAX).map(|n| add(&mut state, n, from("192.0.2.1")).unwrap()).collect();
-    state.reclaim_complete(0, many[0]).unwrap();
-    open(&mut state, 0, many[0], "o", 1, (READ, 0)).unwrap();
-    // They have sessions, and their leases last; but they have nothing.
-    for n in 0..10 {
-        let other = add(&mut state, CLIENTS_MAX + n, from("198.51.100.7")).unwrap();
-        assert!(state.clients.contains_key(&other) && state.clients.contains_key(&many[0]));
+    for has_something in [false, true] {
+        let mut state = State::new(7, LEASE, Records::new());
+        let add = |state: &mut State, name, address| {
+            let id = client_from(state, 0, name, address)?;
+            if has_something {
+                open(state, 0, id, "o", (name % 200) as u8, (READ, 0))?;
+            }
+            Ok::<_, Refused>(id)
+        };
+        let many = (0..).take_while(|n| add(&mut state, *n, "192.0.2.1").is_ok()).count();
+        assert_eq!(many, (CLIENTS_MAX * 8).div_ceil(9));
+        for n in 0..10 {
+            add(&mut state, CLIENTS_MAX + n, "198.51.100.7").unwrap();
+        }
+        assert_eq!(add(&mut state, 2 * CLIENTS_MAX, "192.0.2.1"), Err(Refused::Status(Status::DELAY)));
+        let of = |address: &str| state.origins[&Origin::of_host(address.parse().unwrap())].clients;
+        assert_eq!((of("192.0.2.1"), of("198.51.100.7")), (many, 10));
     }
-    assert_eq!(state.clients.len(), CLIENTS_MAX);
-    assert_eq!(add(&mut state, 2 * CLIENTS_MAX, from("192.0.2.1")), Err(Refused::Status(Status::DELAY)));
-    let of = |address: &str| state.origins[&Origin::of_host(address.parse().unwrap())].clients;
-    assert_eq!((of("192.0.2.1"), of("198.51.100.7")), (CLIENTS_MAX - 10, 10));
+}
+
+#[test]
+fn a_host_with_many_sessions_keeps_no_other_out() {
+    let mut state = State::new(7, LEASE, Records::new());
+    let (one, other) = ("192.0.2.1", "198.51.100.7");
+    let mut name = 0;
+    'all: loop {
+        name += 1;
+        let exchange = state.exchange_id(0, &usize::to_be_bytes(name), [1; 8], from(one), false).unwrap();
+        for sequence in 1..=SESSIONS_MAX as u32 {
+            match state.create_session(0, exchange.client, sequence, user(Some(0))) {
+                Ok(_) => drop(add_session(&mut state, 0, exchange.client, sequence)),
+                Err(refused) => break 'all assert_eq!(refused, Refused::Status(Status::NOSPC)),
+            }
+        }
+    }
+    assert_eq!(state.sessions.len(), (SESSIONS_TOTAL_MAX * 8).div_ceil(9));
+    let of_other = client_from(&mut state, 0, 0, other).unwrap();
+    let asked = ChannelLimits { cached: 4096, requests: 64, ..limits() };
+    assert_eq!(state.with_room_for_replies(of_other, asked), asked);
+    state
+        .destroy_session(&state.sessions.values().find(|session| session.client != of_other).unwrap().id.clone())
+        .unwrap();
+    state.check_counts();
+}
+
+#[test]
+fn a_host_that_keeps_replies_leaves_room_for_those_of_others() {
+    let mut state = State::new(7, LEASE, Records::new());
+    let asked = ChannelLimits { cached: 4096, requests: 64, ..limits() };
+    let mut slots = |address: &str, name| {
+        let exchange = state.exchange_id(0, &usize::to_be_bytes(name), [1; 8], from(address), false).unwrap();
+        let given = state.with_room_for_replies(exchange.client, asked);
+        let NewSession::Make(lease) = state.create_session(0, exchange.client, 1, user(Some(0))).unwrap() else {
+            panic!()
+        };
+        let session = Session::new(thruway_engine::random::random(), exchange.client, lease, given);
+        state.session_created(Arc::new(session), Box::from(&b"reply"[..]));
+        given.requests
+    };
+    let many = (0..2000).filter(|n| slots("192.0.2.1", *n) == 64).count();
+    assert!((800..1000).contains(&many), "{many} of 1,024");
+    assert_eq!(slots("198.51.100.7", 5000), 64);
+}
+
+#[test]
+fn a_host_that_opens_many_files_keeps_no_other_out() {
+    const MAX: usize = 90;
+    let mut state = State::new(7, LEASE, Records::new()).with_open_files([(1, MAX)]);
+    let [a, b] =
+        ["192.0.2.1", "198.51.100.7"].map(|address| client_from(&mut state, 0, address.len(), address).unwrap());
+    let open_new = |state: &mut State, now, client, of: u8| {
+        state.check_opener(now, client, b"o", 1)?;
+        state.check_open(now, client, b"o", &file(of))?;
+        open(state, now, client, "o", of, (READ, 0))
+    };
+    let opened = (0..).take_while(|of| open_new(&mut state, 0, a, *of).is_ok()).count();
+    assert_eq!(opened, (MAX * 8).div_ceil(9));
+    let theirs: Vec<Stateid> = (100..109).map(|of| open_new(&mut state, 0, b, of).unwrap()).collect();
+    assert!(state.check_open(0, a, b"p", &file(0)).is_ok(), "it is open");
+    assert_eq!(open_new(&mut state, 0, b, 110), Err(Refused::Status(Status::NOSPC)));
+    state.close(b, theirs[0], &file(100)).unwrap();
+    assert!(open_new(&mut state, 0, b, 110).is_ok());
+    state.clients[&b].lease.renew(LEASE + 1);
+    assert_eq!(open_new(&mut state, LEASE + 1, b, 111), Err(Refused::Expired(a)));
+    assert!(state.expire(LEASE + 1, a) && open_new(&mut state, LEASE + 1, b, 111).is_ok());
+    state.check_counts();
+}
+
+#[test]
+fn others_wait_for_the_delegations_of_a_host_one_lease_time_in_ten() {
+    let mut state = State::new(7, LEASE, Records::new());
+    let a = client(&mut state, 0, "a");
+    let (mut now, mut waited, mut of) = (0, 0, 0);
+    let mut waits = Vec::new();
+    // It gives nothing back, and takes the next file that it can get.
+    while now < 40 * LEASE {
+        now += 10;
+        state.tick(now);
+        state.clients[&a].lease.renew(now);
+        of = (of + 1) % 250;
+        if open(&mut state, now, a, "o", of, (READ, 0)).is_err() || delegate(&mut state, now, a, of, false).is_none() {
+            continue;
+        }
+        state.recall_all(now, &file(of));
+        for number in state.take_recalls() {
+            let left = state.recalled(number).map_or(0, |recalled| recalled.time_left_ms);
+            let wait = left.min(LEASE * 4 / 9);
+            (now, waited) = (now + wait, waited + wait);
+            waits.push((now, wait));
+            state.tick(now);
+            assert_eq!(state.revoke(number), Some(a));
+        }
+    }
+    assert!(waited > LEASE, "{waited} ms: it goes on for as long as it may");
+    for (end, _) in &waits {
+        let within = waits.iter().filter(|(other, wait)| other <= end && other - wait + 10 * LEASE > *end);
+        let sum: u64 = within.map(|(_, wait)| wait).sum();
+        assert!(sum <= LEASE, "{sum} ms in the ten lease times before {end}");
+    }
+    // One that gives back at once is not kept from having more.
+    let b = client_from(&mut state, now, 7, "198.51.100.7").unwrap();
+    for n in 0..100_u8 {
+        state.clients[&b].lease.renew(now);
+        now += 1;
+        open(&mut state, now, b, "o", n, (READ, 0)).unwrap();
+        let stateid = delegate(&mut state, now + RECENT_MS * u64::from(n), b, n, false);
+        if let Some(stateid) = stateid {
+            state.recall_all(now, &file(n));
+            state.give_back(b, stateid, &file(n)).unwrap();
+        }
+    }
+    assert!(state.recall_time_left(now, Origin::of_host("198.51.100.7".parse().unwrap())) > LEASE / 2);
+    state.check_counts();
 }
 
 #[test]

@@ -146,7 +146,7 @@ impl Compound<'_> {
                 NewSession::Again(reply) => return Ok(reply),
                 NewSession::Make(lease) => lease,
             };
-            let limits = state.with_room_for_replies(limits);
+            let limits = state.with_room_for_replies(client, limits);
             // Not to be guessed: who knows it may use it.
             let id: [u8; 16] = thruway_engine::random::random();
             let mut reply = Encoder::new();

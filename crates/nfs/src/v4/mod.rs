@@ -157,7 +157,10 @@ impl Nfs4 {
         // Never that of an earlier run, whatever the clock says.
         let epoch = u32::from_be_bytes(thruway_engine::random::random::<4>());
         let grace = config.lease.max(lease_before);
-        let state = State::new(epoch, config.lease.as_millis() as u64, before).with_grace_of(grace.as_millis() as u64);
+        let open_files = shares.iter().filter_map(|share| Some((share.files.fsid(), share.files.open_files_max()?)));
+        let state = State::new(epoch, config.lease.as_millis() as u64, before)
+            .with_grace_of(grace.as_millis() as u64)
+            .with_open_files(open_files);
         let (changed, to_recall) = mpsc::unbounded_channel();
         let server = Arc::new(Server {
             can_delegate: Arc::default(),
@@ -199,7 +202,9 @@ impl Server {
     pub(crate) fn state<T>(self: &Arc<Self>, action: impl FnOnce(&mut State, u64) -> T) -> T {
         let (result, dropped, notices, freed, recalls) = {
             let mut state = self.state.lock().expect("no panics under the lock");
-            let result = action(&mut state, self.now());
+            let now = self.now();
+            state.tick(now);
+            let result = action(&mut state, now);
             (result, state.take_dropped(), state.take_notices(), state.take_freed(), state.take_recalls())
         };
         if let Some(give) = self.lock_waits.get() {

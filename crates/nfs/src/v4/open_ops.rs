@@ -9,7 +9,7 @@ use crate::delegations::Delegate;
 use crate::file_system::{Attributes, Make, OpenGuard, Rights, SetAttributes};
 use crate::share::Target;
 use crate::state::{
-    Delegated, GrantPermit, LockRequest, OpenAs, Owner, READ, Range, Refused, Role, State, Stateid, Turn, WRITE,
+    Delegated, GrantPermit, LockRequest, Modes, OpenAs, Owner, READ, Range, Refused, Role, State, Stateid, Turn, WRITE,
     Waiting,
 };
 use rustix::io::Errno;
@@ -128,49 +128,40 @@ impl<'a> Compound<'a> {
         // A reclaim is about this run of the server: it is no old message, and needs no OPEN_CONFIRM.
         self.opener_is_confirmed |= is_reclaim;
         let may_have = self.server.may_have(client, is_reclaim).await?;
+        // A client that can change nothing keeps nobody out.
+        if deny != 0 && matches!(self.object()?, Object::File(target) if target.read_only) {
+            return Err(Status::ROFS.into());
+        }
         let mut delegated = None;
         let opening = match claim {
-            Claim::Name(name) => self.open_by_name(name, creation, access).await?,
+            Claim::Name(name) => self.open_by_name(name, creation, access, (client, owner)).await?,
             Claim::Current | Claim::Previous | Claim::Delegated(..) if creation.is_some() => {
                 return Err(Status::INVAL.into());
             }
             Claim::Delegated(stateid, Some(name)) => {
                 delegated = Some(stateid);
-                self.open_by_name(name, None, access).await?
+                self.open_by_name(name, None, access, (client, owner)).await?
             }
             Claim::Current | Claim::Previous | Claim::Delegated(_, None) => {
                 if let Claim::Delegated(stateid, _) = claim {
                     delegated = Some(stateid);
                 }
                 let target = self.target()?.clone();
-                Opening { target, is_new: false, which: Bitmap::default(), size: None, dir: (None, None) }
+                Opening::of_existing(target, (None, None))
             }
         };
-        let Opening { target, is_new, which, size, dir } = opening;
-        if access & WRITE != 0 && target.read_only {
-            return Err(Status::ROFS.into());
-        }
-        let (file, uid) = (target.key(), target.who.uid);
-        let was_checked = match delegated {
-            Some(stateid) => {
-                self.server.state(|state, _| state.check_delegated(client, uid, stateid, &file, access))?
+        let Opening { target, is_new, made, which, size, dir } = opening;
+        let opened = self.open_found(&target, is_new, may_have, (access, deny), owner, (is_reclaim, delegated)).await;
+        let (guard, stateid, was) = match opened {
+            Ok(opened) => opened,
+            Err(failure) => {
+                if let Some(made) = made {
+                    self.remove_made(&target, made).await;
+                }
+                return Err(failure);
             }
-            None => false,
         };
-        // The creator of a file may use it as it was opened, whatever its permissions; the owner of a file that was open before may,
-        // whatever they are now.
-        let was_open = is_reclaim || delegated.is_some();
-        let is_granted = is_new || was_checked || was_open && target.attributes().await.is_some_and(|a| a.uid == uid);
-        let wanted = Rights {
-            read: !is_granted && access & READ != 0,
-            write: !is_granted && access & WRITE != 0,
-            execute: false,
-        };
-        let guard = self.open_file(&target, wanted).await?;
-        let is_confirmed = self.opener_is_confirmed;
-        let how = OpenAs { owner, uid, modes: (access, deny), is_confirmed };
-        let action = |state: &mut State, now| state.open(now, may_have, how, &file, std::sync::Arc::clone(&guard));
-        let (stateid, was) = self.server.retry_on_conflict(action).await?;
+        let (file, is_confirmed) = (target.key(), self.opener_is_confirmed);
         if let Some(size) = size {
             let set = SetAttributes { size: Some(size), ..SetAttributes::default() };
             if let Err(error) = target.share.files.set_attributes(user(&target, true), &target.file, set, None).await {
@@ -192,6 +183,58 @@ impl<'a> Compound<'a> {
         self.set_current(Object::File(target))?;
         self.stateid = Some(stateid);
         Ok(())
+    }
+
+    /// Opens a file that has been found or made, if the user may and nobody else excludes it.
+    async fn open_found(
+        &self,
+        target: &Target<'a>,
+        is_new: bool,
+        may_have: GrantPermit,
+        (access, deny): Modes,
+        owner: &[u8],
+        (is_reclaim, delegated): (bool, Option<Stateid>),
+    ) -> Done<(OpenGuard, Stateid, Option<Modes>)> {
+        let client = may_have.client();
+        if access & WRITE != 0 && target.read_only {
+            return Err(Status::ROFS.into());
+        }
+        let (file, uid) = (target.key(), target.who.uid);
+        let was_checked = match delegated {
+            Some(stateid) => {
+                self.server.state(|state, _| state.check_delegated(client, uid, stateid, &file, access))?
+            }
+            None => false,
+        };
+        // The creator of a file may use it as it was opened, whatever its permissions; the owner of a file that was open before may,
+        // whatever they are now.
+        let was_open = is_reclaim || delegated.is_some();
+        let is_granted = is_new || was_checked || was_open && target.attributes().await.is_some_and(|a| a.uid == uid);
+        let wanted = Rights {
+            read: !is_granted && access & READ != 0,
+            write: !is_granted && access & WRITE != 0,
+            execute: false,
+        };
+        let check = |state: &mut State, now| state.check_open(now, client, owner, &file);
+        self.server.retry_on_conflict(check).await?;
+        let guard = self.open_file(target, wanted).await?;
+        let how = OpenAs { owner, uid, modes: (access, deny), is_confirmed: self.opener_is_confirmed };
+        let action = |state: &mut State, now| state.open(now, may_have, how, &file, Arc::clone(&guard));
+        let (stateid, was) = self.server.retry_on_conflict(action).await?;
+        Ok((guard, stateid, was))
+    }
+
+    /// Removes a file that this OPEN has made, because the client is told that it has failed. It stays if somebody has used it meanwhile.
+    async fn remove_made(&self, target: &Target<'a>, made: Made<'a>) {
+        let Made { dir, name, change } = made;
+        let files = &target.share.files;
+        let is_as_made = files.look_up(&dir.who, &dir.file, name).await.is_ok_and(|(file, attributes)| {
+            file == target.file && attributes.change == change && attributes.links == 1
+        });
+        if is_as_made && !self.server.state(|state, _| state.is_in_use(&target.key())) {
+            let removed = files.remove(&dir.who, &dir.file, name, false).await;
+            tracing::debug!(?removed, "a file whose OPEN has failed is removed");
+        }
     }
 
     /// Opens a file. If clients have too many open, those give way that are not heard of.
@@ -265,8 +308,14 @@ impl<'a> Compound<'a> {
         Ok(())
     }
 
-    async fn open_by_name(&self, name: &[u8], creation: Option<Creation>, access: u32) -> Done<Opening<'a>> {
-        let Object::File(dir) = self.object()? else {
+    async fn open_by_name(
+        &self,
+        name: &'a [u8],
+        creation: Option<Creation>,
+        access: u32,
+        (client, owner): (u64, &[u8]),
+    ) -> Done<Opening<'a>> {
+        let Object::File(dir) = self.object()?.clone() else {
             // There are only directories, and nothing can be made.
             let is_there = self.find(name).await.is_ok();
             return Err(match creation {
@@ -279,7 +328,7 @@ impl<'a> Compound<'a> {
         let Some(creation) = creation else {
             let Object::File(target) = self.find(name).await? else { return Err(Status::ISDIR.into()) };
             let now = dir.attributes().await;
-            return Ok(Opening { target, is_new: false, which: Bitmap::default(), size: None, dir: (now, now) });
+            return Ok(Opening::of_existing(target, (now, now)));
         };
         let (what, wanted, may_exist) = match creation {
             Creation::Unchecked(wanted) => (Make::NewFile, wanted, true),
@@ -301,7 +350,7 @@ impl<'a> Compound<'a> {
                         // Of what is set when a file is made, only a size of 0 counts for one that is there.
                         let size = wanted.set.size.filter(|size| *size == 0 && access & WRITE != 0);
                         let which = Bitmap::of(if size.is_some() { &[attributes::number::SIZE] } else { &[] });
-                        return Ok(Opening { target, is_new: false, which, size, dir: (before, before) });
+                        return Ok(Opening { which, size, ..Opening::of_existing(target, (before, before)) });
                     }
                     Ok(Object::Root) => return Err(Status::ISDIR.into()),
                     Err(failure) if failure.status == Status::NOENT => {}
@@ -309,6 +358,10 @@ impl<'a> Compound<'a> {
                 }
             }
             self.writable()?;
+            // Before the file is made: the OPEN would fail otherwise, and have left it.
+            let file_system = dir.share.files.fsid();
+            let check = |state: &mut State, now| state.check_opener(now, client, owner, file_system);
+            self.server.retry_on_conflict(check).await?;
             match dir.share.files.make(&dir.who, &dir.file, name, what.clone(), wanted.set).await {
                 // Somebody else has made it meanwhile.
                 Err(Errno::EXIST) if may_exist => {}
@@ -318,7 +371,8 @@ impl<'a> Compound<'a> {
                     let after = dir.attributes().await;
                     // What a repeated exclusive creation finds may be another's that has the times which are its number.
                     let is_new = attributes.uid == dir.who.uid;
-                    return Ok(Opening { target, is_new, which, size: None, dir: (before, after) });
+                    let made = Some(Made { dir, name, change: attributes.change });
+                    return Ok(Opening { is_new, made, which, ..Opening::of_existing(target, (before, after)) });
                 }
             }
         }
@@ -499,10 +553,25 @@ enum Locker {
     Existing(Stateid),
 }
 
+/// A file that an OPEN has made.
+struct Made<'a> {
+    dir: Target<'a>,
+    name: &'a [u8],
+    /// Its change attribute then.
+    change: u64,
+}
+
+impl<'a> Opening<'a> {
+    fn of_existing(target: Target<'a>, dir: (Option<Attributes>, Option<Attributes>)) -> Opening<'a> {
+        Opening { target, is_new: false, made: None, which: Bitmap::default(), size: None, dir }
+    }
+}
+
 /// A file that has been found or made.
 struct Opening<'a> {
     target: Target<'a>,
     is_new: bool,
+    made: Option<Made<'a>>,
     /// Attributes that have been, or will be, set.
     which: Bitmap,
     /// To be set when it is open.

@@ -36,9 +36,12 @@ const AGAIN_AFTER_MAX: Duration = Duration::from_secs(2);
 pub(super) fn start(server: &Arc<Server>, number: u64) {
     let server = Arc::clone(server);
     reactor::start(async move {
-        let limit = limit(&server, number);
-        let until = Cell::new(Instant::now() + limit);
-        let mut given_back = std::pin::pin!(recall(&server, number, || until.set(Instant::now() + limit)));
+        let (limit, time_left) = limits(&server, number);
+        // A client that takes its time is not waited for in all the time that its host has.
+        let last = Instant::now() + time_left;
+        let until = Cell::new((Instant::now() + limit).min(last));
+        let told = || until.set((Instant::now() + limit).min(last));
+        let mut given_back = std::pin::pin!(recall(&server, number, told));
         while let Err(_elapsed) = timeout_at(until.get(), given_back.as_mut()).await {
             if Instant::now() >= until.get() {
                 break;
@@ -54,11 +57,15 @@ pub(super) fn start(server: &Arc<Server>, number: u64) {
     });
 }
 
-/// How long a client may take to give something back: a lease, or as long as the kernel keeps others waiting.
-fn limit(server: &Arc<Server>, number: u64) -> Duration {
-    let is_write = server.state(|state, _| state.recalled(number)).is_some_and(|recalled| recalled.is_write);
+/// Time that a client may take to give something back, from when it knows that it is to: a lease, or as long as the kernel keeps others
+/// waiting. And the time for which others may still wait for its host.
+fn limits(server: &Arc<Server>, number: u64) -> (Duration, Duration) {
+    let recalled = server.state(|state, _| state.recalled(number));
+    let is_write = recalled.as_ref().is_some_and(|recalled| recalled.is_write);
     let break_time = if is_write { None } else { thruway_fs::lease::break_time() };
-    break_time.map_or(server.lease, |time| server.lease.min(time.saturating_sub(BEFORE_BREAK).max(time / 2)))
+    let limit =
+        break_time.map_or(server.lease, |time| server.lease.min(time.saturating_sub(BEFORE_BREAK).max(time / 2)));
+    (limit, Duration::from_millis(recalled.map_or(0, |recalled| recalled.time_left_ms)))
 }
 
 /// Returns when it has been given back; says when the client knows that it is to do that.

@@ -58,6 +58,13 @@ pub(crate) struct ChannelLimits {
     pub requests: u32,
 }
 
+impl ChannelLimits {
+    /// Bytes of all replies that are kept.
+    pub(crate) fn kept(&self) -> u64 {
+        u64::from(self.requests) * u64::from(self.cached)
+    }
+}
+
 /// A session.
 pub(crate) struct Session {
     pub id: [u8; 16],

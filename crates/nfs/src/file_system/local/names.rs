@@ -96,9 +96,11 @@ impl Inner {
         let node = self.hold(Found { id: found.id, fd, stat: found.stat })?;
         self.note_place(&node.id, dir, &name);
         let made = is_new.then_some(found.fd);
-        if set != SetAttributes::default()
-            && let Err(error) = self.set_attributes(As { who, is_open: false }, &node, &set)
-        {
+        let set = || match set == SetAttributes::default() {
+            true => Ok(()),
+            false => self.set_attributes(As { who, is_open: false }, &node, &set),
+        };
+        if let Err(error) = set().and_then(|()| self.keep_new(dir, &node, made)) {
             // The client is told that there is nothing. If another file has the name by now, it stays.
             let still_leads_there = || by_name().is_ok_and(|found| found.id == node.id);
             if is_new {
@@ -107,10 +109,10 @@ impl Inner {
                     true => rustix::fs::unlinkat(dir_fd, &*name, flags),
                     false => Ok(()),
                 });
+                self.lost_a_name(&node.id);
             }
             return Err(error);
         }
-        self.keep_new(dir, &node, made)?;
         Ok((node.id.clone(), self.attributes(&node, &node.stat()?)?))
     }
 

@@ -212,8 +212,7 @@ impl World {
         if client != MONITORED {
             return self.state.test_stateid(id, stateid).is_ok();
         }
-        let opens = self.state.files.get(&file(of)).map_or(&[][..], |state| state.opens());
-        opens.iter().any(|number| self.state.open_ref(*number).client == id)
+        self.state.files.get(&file(of)).is_some_and(|state| state.opens().has_client(id))
     }
 
     /// What a client has been called to give back, if it is heard of.
@@ -328,6 +327,9 @@ impl World {
         let of_origins: usize = self.state.origins.values().map(|origin| origin.weight).sum();
         let counted = (self.state.weight, of_clients, of_origins);
         assert_eq!(counted, (held, held, held), "what is held is counted");
+        let sessions: usize = self.state.origins.values().map(|origin| origin.sessions).sum();
+        assert_eq!(sessions, self.state.sessions.len());
+        self.state.check_counts();
         let clients: usize = self.state.origins.values().map(|origin| origin.clients).sum();
         assert_eq!(clients, self.state.clients.len());
         let live = |client: &usize| self.is_known(*client);
