@@ -20,7 +20,7 @@ pub struct Limits {
 
 /// What is in progress, and what waits.
 #[derive(Debug)]
-pub(crate) struct FairQueue<T> {
+pub struct FairQueue<T> {
     pub(crate) limits: Limits,
     places: HashMap<Origin, Place<T>>,
     /// Origins of what waits, the next one first.
@@ -37,7 +37,7 @@ struct Place<T> {
 
 /// What the queue has decided.
 #[derive(Debug)]
-pub(crate) struct Verdict<T> {
+pub struct Verdict<T> {
     /// To begin; [`FairQueue::over`] is called for each when it has ended.
     pub begin: Vec<(Origin, T)>,
     /// To be refused: there are too many, or they have waited too long.
@@ -45,12 +45,13 @@ pub(crate) struct Verdict<T> {
 }
 
 impl<T> FairQueue<T> {
-    pub(crate) fn new(limits: Limits) -> FairQueue<T> {
+    /// An empty queue with these limits.
+    pub fn new(limits: Limits) -> FairQueue<T> {
         FairQueue { limits, places: HashMap::new(), turns: VecDeque::new(), under_way: 0, waiting: 0 }
     }
 
     /// One more.
-    pub(crate) fn arrive(&mut self, from: Origin, caller: T, now: Instant) -> Verdict<T> {
+    pub fn arrive(&mut self, from: Origin, caller: T, now: Instant) -> Verdict<T> {
         let place = self.places.entry(from).or_insert_with(|| Place { under_way: 0, waiting: VecDeque::new() });
         if place.waiting.is_empty() {
             self.turns.push_back(from);
@@ -65,7 +66,7 @@ impl<T> FairQueue<T> {
     }
 
     /// One of `from` has ended, well or not.
-    pub(crate) fn over(&mut self, from: Origin, now: Instant) -> Verdict<T> {
+    pub fn over(&mut self, from: Origin, now: Instant) -> Verdict<T> {
         if let Some(place) = self.places.get_mut(&from) {
             place.under_way = place.under_way.saturating_sub(1);
             self.under_way = self.under_way.saturating_sub(1);

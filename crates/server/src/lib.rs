@@ -5,6 +5,7 @@
 //! - [`acceptor`]: accepts the connections of a protocol, and shuts them down in an orderly way.
 //! - [`admission`]: the origins of connections take turns where each handshake costs a thread.
 //! - [`turns`]: they take turns for whatever of which little may be in progress at a time.
+//! - [`caller`]: the host that a task works for.
 //! - [`connection_limit`]: unauthenticated connections are evicted when others need their places.
 //! - [`stream`], [`reader`], [`writer`]: connections, plain or TLS, split into two halves. What is sent is a
 //!   [`message`]: headers, and bodies gathered from memory of several kinds or straight from the page cache.
@@ -21,8 +22,9 @@ pub mod acceptor;
 pub mod admission;
 pub mod budget;
 pub mod buffers;
+pub mod caller;
 pub mod connection_limit;
-mod fair_queue;
+pub mod fair_queue;
 mod flag;
 pub mod listener;
 pub mod message;

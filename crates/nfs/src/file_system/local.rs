@@ -37,6 +37,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, RwLock};
+use std::time::Duration;
 use thruway_engine::io::OpenFile;
 use thruway_engine::pipes::Pipes;
 use thruway_engine::{Segment, file_system, limits};
@@ -44,6 +45,9 @@ use thruway_fs::Superblock;
 use thruway_fs::credentials::{act_as, can_act_as_others, check_access};
 use thruway_fs::handle::Handle;
 use thruway_fs::lease::Lease;
+use thruway_server::caller;
+use thruway_server::turns::{Limits, Turn, Turns};
+use thruway_tcp::Origin;
 use tokio::sync::Semaphore;
 
 /// A directory of this host, and what is beneath it on the same file system.
@@ -85,8 +89,10 @@ struct Inner {
     telling: RwLock<()>,
     /// Files that clients may have open; each holds up to three descriptors.
     open_max: usize,
-    /// For what takes long.
-    copies: Semaphore,
+    /// Copies and changes of storage, which take long.
+    copies: Turns,
+    /// Listings, which take much of a processor.
+    listings: Turns,
     /// Leases, each of which holds a descriptor.
     leases: Arc<Semaphore>,
     workers: Workers,
@@ -127,8 +133,15 @@ fn timespec(set: Option<SetTime>) -> Timespec {
     }
 }
 
-/// Copies and changes of storage at a time: they must not take all threads from what is short.
-const COPIES_MAX: usize = 4;
+/// Copies and changes of storage: they must not take all threads from what is short. Hosts take turns.
+const COPIES: Limits = Limits { all: 4, per_origin: 2, waiting: WAITING_MAX, patience: PATIENCE };
+
+/// Listings in progress: threads that list compete with the reactors for processors.
+const LISTINGS: Limits = Limits { all: 4, per_origin: 2, waiting: WAITING_MAX, patience: PATIENCE };
+
+/// Calls that wait for their turn, and for how long; the clients of others ask again.
+const WAITING_MAX: usize = 16 << 10;
+const PATIENCE: Duration = Duration::from_secs(20);
 
 /// Most leases at a time.
 const LEASES_MAX: usize = 4096;
@@ -482,7 +495,8 @@ impl LocalFileSystem {
             syncs_names_with_files: file_system::syncs_names_with_new_files(&root),
             telling: RwLock::default(),
             open_max: limits::share_of_open_files(part).max(64),
-            copies: Semaphore::new(COPIES_MAX),
+            copies: Turns::new(COPIES),
+            listings: Turns::new(LISTINGS),
             leases: Arc::new(Semaphore::new(
                 limits::share_of_open_files(16 * options.directories).clamp(16, LEASES_MAX),
             )),
@@ -514,6 +528,11 @@ impl LocalFileSystem {
     async fn work<T: Send + 'static>(&self, job: impl FnOnce(&Arc<Inner>) -> Result<T> + Send + 'static) -> Result<T> {
         let inner = Arc::clone(&self.inner);
         self.workers.run(move || job(&inner)).await
+    }
+
+    /// A turn for something that takes long. `EAGAIN` after too long a wait, upon which clients ask again.
+    async fn turn(&self, turns: &Turns) -> Result<Turn> {
+        turns.take(caller::current().unwrap_or(Origin::UnknownUser)).await.ok_or(Errno::AGAIN)
     }
 
     async fn stat(&self, node: &Arc<Node>) -> Result<Statx> {
@@ -818,7 +837,12 @@ impl FileSystem for LocalFileSystem {
     ) -> Op<'a, Listing> {
         Box::pin(async move {
             let (dir, who) = (self.node(dir).await?, who.clone());
-            self.work(move |inner| inner.list(&who, &dir, cookie, room, with_files)).await
+            let turn = self.turn(&self.inner.listings).await?;
+            self.work(move |inner| {
+                let _turn = turn;
+                inner.list(&who, &dir, cookie, room, with_files)
+            })
+            .await
         })
     }
 

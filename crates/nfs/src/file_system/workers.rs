@@ -1,13 +1,22 @@
 //! Threads for what may wait: file systems do not change directories without waiting for one another.
+//!
+//! Hosts take turns: the jobs of one host wait for one another, and not those of others for them.
 
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
-use std::time::Duration;
+use std::time::{Duration, Instant};
+use thruway_server::caller;
+use thruway_server::fair_queue::{FairQueue, Limits};
+use thruway_tcp::Origin;
 use tokio::sync::oneshot;
 
 /// Threads at a time.
 const THREADS_MAX: usize = 64;
+
+/// Jobs in progress: as many as there are threads, and fewer of one host. Calls of a connection are limited, so jobs are not refused.
+const LIMITS: Limits =
+    Limits { all: THREADS_MAX, per_origin: THREADS_MAX * 3 / 4, waiting: usize::MAX, patience: Duration::MAX };
 
 /// A thread with nothing to do for this long ends.
 const IDLE: Duration = Duration::from_secs(20);
@@ -24,11 +33,42 @@ struct Shared {
     work: Condvar,
 }
 
-#[derive(Default)]
 struct State {
-    jobs: VecDeque<Job>,
+    /// Jobs of clients.
+    queue: FairQueue<Job>,
+    /// Jobs that may begin, with the host whose turn they take; those of the daemon itself take none.
+    ready: VecDeque<(Option<Origin>, Job)>,
     threads: usize,
     idle: usize,
+}
+
+impl Default for State {
+    fn default() -> State {
+        State { queue: FairQueue::new(LIMITS), ready: VecDeque::new(), threads: 0, idle: 0 }
+    }
+}
+
+impl State {
+    fn begin(&mut self, jobs: Vec<(Origin, Job)>) {
+        self.ready.extend(jobs.into_iter().map(|(host, job)| (Some(host), job)));
+    }
+
+    fn arrive(&mut self, host: Option<Origin>, job: Job) {
+        match host {
+            None => self.ready.push_back((None, job)),
+            Some(host) => {
+                let verdict = self.queue.arrive(host, job, Instant::now());
+                self.begin(verdict.begin);
+            }
+        }
+    }
+
+    fn end(&mut self, host: Option<Origin>) {
+        if let Some(host) = host {
+            let verdict = self.queue.over(host, Instant::now());
+            self.begin(verdict.begin);
+        }
+    }
 }
 
 impl Shared {
@@ -42,17 +82,18 @@ impl Shared {
         }
         let mut state = self.lock();
         loop {
-            if let Some(job) = state.jobs.pop_front() {
+            if let Some((host, job)) = state.ready.pop_front() {
                 drop(state);
                 job();
                 state = self.lock();
+                state.end(host);
                 continue;
             }
             state.idle += 1;
             let (next, waited) = self.work.wait_timeout(state, IDLE).expect("no panics under the lock");
             state = next;
             state.idle -= 1;
-            if waited.timed_out() && state.jobs.is_empty() {
+            if waited.timed_out() && state.ready.is_empty() {
                 state.threads -= 1;
                 return;
             }
@@ -84,9 +125,9 @@ impl Workers {
 
     fn push(&self, job: Job) {
         let mut state = self.0.lock();
-        state.jobs.push_back(job);
+        state.arrive(caller::current(), job);
         // Those who have been woken but do not run yet count as idle: jobs are more than they when another is needed.
-        if state.jobs.len() > state.idle && state.threads < THREADS_MAX {
+        if state.ready.len() > state.idle && state.threads < THREADS_MAX {
             let shared = Arc::clone(&self.0);
             let started = std::thread::Builder::new().name("nfs".into()).spawn(move || shared.run());
             match started {
@@ -94,9 +135,13 @@ impl Workers {
                 Err(error) if state.threads > 0 => tracing::warn!(%error, "cannot start another thread"),
                 Err(error) => {
                     tracing::warn!(%error, "cannot start a thread: this reactor waits for the file system itself");
-                    let job = state.jobs.pop_back().expect("it has just been pushed");
-                    drop(state);
-                    return job();
+                    while let Some((host, job)) = state.ready.pop_front() {
+                        drop(state);
+                        job();
+                        state = self.0.lock();
+                        state.end(host);
+                    }
+                    return;
                 }
             }
         }
@@ -108,6 +153,7 @@ impl Workers {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use futures_util::FutureExt;
     use std::sync::Barrier;
 
     fn block_on<T>(future: impl Future<Output = T>) -> T {
@@ -126,6 +172,29 @@ mod tests {
         });
         let all = block_on(futures_util::future::join_all(jobs));
         assert_eq!(all, (0..8).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn a_host_with_many_jobs_keeps_no_other_waiting() {
+        let workers = Workers::default();
+        let [one, other] = [1, 2].map(|number| Origin::of_host([10, 0, 0, number].into()));
+        let (go_on, wait) = std::sync::mpsc::channel::<()>();
+        let wait = Arc::new(Mutex::new(wait));
+        block_on(async {
+            let many = (0..4 * THREADS_MAX).map(|_| {
+                let wait = Arc::clone(&wait);
+                caller::on_behalf_of(one, workers.run(move || drop(wait.lock().map(|wait| wait.recv()))))
+            });
+            let mut many = std::pin::pin!(futures_util::future::join_all(many));
+            // They have all been asked for, and none ends.
+            assert!(many.as_mut().now_or_never().is_none());
+            for n in 0..10 {
+                assert_eq!(caller::on_behalf_of(other, workers.run(move || n)).await, n);
+            }
+            assert_eq!(workers.run(|| 7).await, 7, "a job of the daemon itself");
+            drop(go_on);
+            many.await;
+        });
     }
 
     #[test]

@@ -13,6 +13,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use thruway_engine::reactor;
 use thruway_rpc::xdr::{Decoder, Encoder};
+use thruway_server::caller;
 use tokio::time::sleep;
 
 /// From this length on, a copy is answered before it is done, if the client wants that.
@@ -108,7 +109,7 @@ impl Compound<'_> {
                     copied: 0,
                     verifier,
                 };
-                reactor::start(copying.run());
+                reactor::start(caller::on_behalf_of(self.call.connection.origin(), copying.run()));
                 put_written(out, Some(stateid), 0, verifier);
                 // In one piece, and not done.
                 out.bool(true);

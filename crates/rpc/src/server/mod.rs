@@ -29,7 +29,7 @@ use std::time::Duration;
 use thruway_engine::digest::{DIGEST_LEN, Xxh3Pieces};
 use thruway_engine::pipes::Pipes;
 use thruway_gss::Acceptor as GssAcceptor;
-use thruway_server::{Acceptor, Address, Buffers, Peer, panics};
+use thruway_server::{Acceptor, Address, Buffers, Peer, caller, panics};
 use thruway_tcp::Origin;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
@@ -553,7 +553,9 @@ impl Programs {
         };
         let mut results = Encoder::new();
         encode_success(call.xid, OpaqueAuth::NONE, &mut results);
-        let reply = match panics::catch(async { Ok(program.call(call, results).await) }).await {
+        let caller = call.connection.origin();
+        let answer = async { Ok(caller::on_behalf_of(caller, program.call(call, results)).await) };
+        let reply = match panics::catch(answer).await {
             Ok(Outcome::Results(results)) => Some(results),
             Ok(Outcome::Refused(refusal)) => Some(refused(call.xid, refusal)),
             Ok(Outcome::NoReply) => None,

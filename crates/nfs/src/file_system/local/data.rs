@@ -262,8 +262,9 @@ impl LocalFileSystem {
         }
         let file = self.open_for_writing(&node).await?;
         let (who, changed) = (user.who.clone(), Arc::clone(&node));
-        let _turn = self.inner.copies.acquire().await.expect("never closed");
+        let turn = self.turn(&self.inner.copies).await?;
         let done = self.work(move |_| {
+            let _turn = turn;
             Inner::drop_privileges(&who, &node, &stat)?;
             let keep = FallocateFlags::KEEP_SIZE;
             let allocate = |flags| rustix::fs::fallocate(&*file, flags, at, len);
@@ -300,8 +301,9 @@ impl LocalFileSystem {
         }
         let (source, file) = (self.open_for_reading(&source).await?, self.open_for_writing(&target).await?);
         let (who, changed) = (user.who.clone(), Arc::clone(&target));
-        let _turn = self.inner.copies.acquire().await.expect("never closed");
+        let turn = self.turn(&self.inner.copies).await?;
         let copied = self.work(move |_| {
+            let _turn = turn;
             Inner::drop_privileges(&who, &target, &stat)?;
             let copied = if shared {
                 thruway_fs::share_storage::share_range(&source, from_at, &file, to_at, len).map(|()| len)

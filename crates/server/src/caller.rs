@@ -1,0 +1,18 @@
+//! The host that the current task works for, so that work in shared queues is shared out between hosts.
+
+use std::future::Future;
+use thruway_tcp::Origin;
+
+tokio::task_local! {
+    static CALLER: Origin;
+}
+
+/// Does work that a host has asked for.
+pub async fn on_behalf_of<T>(caller: Origin, work: impl Future<Output = T>) -> T {
+    CALLER.scope(caller, work).await
+}
+
+/// The host that the current task works for; `None` outside [`on_behalf_of`], for work of the daemon itself.
+pub fn current() -> Option<Origin> {
+    CALLER.try_with(|caller| *caller).ok()
+}
