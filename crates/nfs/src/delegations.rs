@@ -3,6 +3,7 @@
 use crate::file_system::{FileId, FileSystem, Op, Result};
 use crate::identity::FileIdentity;
 use crate::share::Target;
+use rustix::io::Errno;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 
@@ -36,6 +37,9 @@ pub(crate) trait Holder: Send + Sync {
 
     /// Whether a client keeps what it has written to a file, which another is to see; it has been recalled then.
     fn is_kept(&self, file: &FileIdentity, client: Option<u64>) -> bool;
+
+    /// Whether clients may still have back what they had before a restart.
+    fn is_grace(&self) -> bool;
 
     /// As [`Holder::begin_change`], for one who reads, whom only what is delegated for writing concerns.
     fn look(&self, file: FileIdentity, client: Option<u64>) -> Op<'_, ()>;
@@ -89,6 +93,12 @@ impl Target<'_> {
     /// The identity of the file.
     pub(crate) fn key(&self) -> FileIdentity {
         self.share.identity(&self.file)
+    }
+
+    /// Refuses to remove names while clients may still reclaim files, which may have no other: `EAGAIN`.
+    pub(crate) fn check_grace(&self) -> Result<()> {
+        let is_grace = self.share.delegations.0.get().is_some_and(|held| held.holder.is_grace());
+        if is_grace { Err(Errno::AGAIN) } else { Ok(()) }
     }
 
     async fn change_of(&self, file: &FileId, client: Option<u64>) -> Result<Option<Change>> {

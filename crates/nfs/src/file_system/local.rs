@@ -241,7 +241,7 @@ impl Inner {
             accessed: time_of(stat.stx_atime),
             modified: time_of(stat.stx_mtime),
             changed: time_of(stat.stx_ctime),
-            change: change_of(time_of(stat.stx_ctime), 0),
+            change: change_of(time_of(stat.stx_ctime), None),
         })
     }
 
@@ -530,6 +530,23 @@ impl LocalFileSystem {
         self.workers.run(move || job(&inner)).await
     }
 
+    /// Which of these rights a user has; asked on the reactor only if the file system need not ask another host.
+    async fn rights_to(&self, who: &Credentials, node: &Arc<Node>, wanted: Rights) -> Result<Rights> {
+        let ask = move |inner: &Inner, who: &Credentials, node: &Node| {
+            let has = |wanted: bool, right| wanted && inner.has_right(who, node, right);
+            Rights {
+                read: has(wanted.read, Access::READ_OK),
+                write: has(wanted.write, Access::WRITE_OK),
+                execute: has(wanted.execute, Access::EXEC_OK),
+            }
+        };
+        if self.inner.is_local {
+            return Ok(ask(&self.inner, who, node));
+        }
+        let (who, node) = (who.clone(), Arc::clone(node));
+        self.work(move |inner| Ok(ask(inner, &who, &node))).await
+    }
+
     /// A turn for something that takes long. `EAGAIN` after too long a wait, upon which clients ask again.
     async fn turn(&self, turns: &Turns) -> Result<Turn> {
         turns.take(caller::current().unwrap_or(Origin::UnknownUser)).await.ok_or(Errno::AGAIN)
@@ -616,10 +633,13 @@ impl FileSystem for LocalFileSystem {
                 b"." => return Ok((dir.id.clone(), inner.attributes(&dir, &self.stat(&dir).await?)?)),
                 b".." => {
                     // As any other name, it is for those who may search the directory.
-                    if !inner.has_right(who, &dir, Access::EXEC_OK) {
-                        return Err(Errno::ACCESS);
-                    }
-                    return self.work(move |inner| held(inner, inner.parent(&dir)?)).await;
+                    let who = who.clone();
+                    return self
+                        .work(move |inner| match inner.has_right(&who, &dir, Access::EXEC_OK) {
+                            true => held(inner, inner.parent(&dir)?),
+                            false => Err(Errno::ACCESS),
+                        })
+                        .await;
                 }
                 _ => {}
             }
@@ -657,12 +677,7 @@ impl FileSystem for LocalFileSystem {
         Box::pin(async move {
             let node = self.node(file).await?;
             let stat = self.stat(&node).await?;
-            let has = |wanted: bool, right| wanted && self.inner.has_right(who, &node, right);
-            let rights = Rights {
-                read: has(wanted.read, Access::READ_OK),
-                write: has(wanted.write, Access::WRITE_OK),
-                execute: has(wanted.execute, Access::EXEC_OK),
-            };
+            let rights = self.rights_to(who, &node, wanted).await?;
             Ok((rights, self.inner.attributes(&node, &stat)?))
         })
     }
@@ -687,9 +702,8 @@ impl FileSystem for LocalFileSystem {
                 Kind::SymbolicLink => return Err(Errno::LOOP),
                 _ => return Err(Errno::NXIO),
             }
-            let has = |right| self.inner.has_right(who, &node, right);
-            let may_read = !wanted.read || has(Access::READ_OK) || has(Access::EXEC_OK);
-            if !may_read || wanted.write && !has(Access::WRITE_OK) {
+            let rights = self.rights_to(who, &node, Rights { execute: wanted.read, ..wanted }).await?;
+            if wanted.read && !rights.read && !rights.execute || wanted.write && !rights.write {
                 return Err(Errno::ACCESS);
             }
             let attributes = self.inner.attributes(&node, &stat)?;

@@ -160,6 +160,17 @@ pub enum Make {
     Special(Kind, u32, u32),
 }
 
+/// The times in which the number of an exclusive creation is kept (RFC 1813, section 3.3.8): 31 bits of each half as seconds, which every
+/// file system has, and the highest bit as half a second.
+fn exclusive_times(number: [u8; 8]) -> (Time, Time) {
+    let [a, b, c, d, e, f, g, h] = number;
+    let time = |bytes| {
+        let half = u32::from_be_bytes(bytes);
+        Time { seconds: i64::from(half & 0x7fff_ffff), nanoseconds: (half >> 31) * 500_000_000 }
+    };
+    (time([a, b, c, d]), time([e, f, g, h]))
+}
+
 /// An entry of a directory.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Entry {

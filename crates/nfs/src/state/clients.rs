@@ -335,6 +335,7 @@ impl State {
         sequence: u32,
         principal: Principal,
     ) -> Result<NewSession, Refused> {
+        self.forget_unconfirmed(now, id);
         let client = self.with_sessions(id)?;
         if sequence.wrapping_add(1) == client.sequence
             && let Some(reply) = &client.created
@@ -353,6 +354,13 @@ impl State {
         let origin = client.origin;
         self.check_sessions(now, origin)?;
         Ok(NewSession::Make(self.confirm(now, id)))
+    }
+
+    /// Forgets a client that has not confirmed within a lease time that it is there (RFC 8881, section 18.35.4).
+    pub(super) fn forget_unconfirmed(&mut self, now: u64, id: u64) {
+        if self.clients.get(&id).is_some_and(|client| !client.is_confirmed && self.is_expired(now, client)) {
+            self.remove_client(id);
+        }
     }
 
     /// Confirms that a client is there; what one with its name had that was there before is gone. Its lease.

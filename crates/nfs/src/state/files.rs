@@ -41,6 +41,8 @@ pub(super) struct Open {
     seqid: u32,
     pub access: u32,
     deny: u32,
+    /// Bit `4 * access + deny` of each combination that was opened: only their unions can be downgraded to.
+    opened: u16,
     /// The user whose rights to all of `access` were checked; none if several users share this open.
     uid: Option<u32>,
     /// Its owner may be made up from an old message (RFC 7530, section 9.1.11).
@@ -48,6 +50,24 @@ pub(super) struct Open {
     pub guard: OpenGuard,
     /// Owners of locks who came by this.
     pub holders: HashSet<u64>,
+}
+
+/// The bit of a combination of modes in [`Open::opened`].
+fn combination((access, deny): Modes) -> u16 {
+    1 << (4 * access + deny)
+}
+
+/// The bits of all combinations within these modes.
+fn within(modes: Modes) -> u16 {
+    let all = (0..4).flat_map(|access| (0..4).map(move |deny| (access, deny)));
+    let inside = all.filter(|(access, deny)| access & !modes.0 == 0 && deny & !modes.1 == 0);
+    inside.map(combination).fold(0, |bits, bit| bits | bit)
+}
+
+/// All modes of some combinations.
+fn union(combinations: u16) -> Modes {
+    let all = (0..16_u32).filter(|bit| combinations >> bit & 1 == 1);
+    all.fold((0, 0), |(access, deny), bit| (access | bit / 4, deny | bit % 4))
 }
 
 /// An owner of locks in a file.
@@ -348,6 +368,7 @@ impl State {
                 seqid: 1,
                 access,
                 deny,
+                opened: combination((access, deny)),
                 uid: Some(uid),
                 is_unconfirmed: !is_confirmed,
                 guard,
@@ -372,6 +393,7 @@ impl State {
         let was = (open.access, open.deny);
         open.access |= access;
         open.deny |= deny;
+        open.opened |= combination((access, deny));
         open.uid = open.uid.filter(|first| *first == uid);
         open.seqid += 1;
         let (seqid, modes) = (open.seqid, (open.access, open.deny));
@@ -388,7 +410,12 @@ impl State {
     ) -> Result<Stateid, Status> {
         let number = self.number_of(stateid).ok_or(Status::STALE_STATEID)?;
         match self.held.get_mut(&number) {
-            Some(Held::Open(open)) if open.client == client && open.file == *file && open.seqid == stateid.seqid => {
+            Some(Held::Open(open))
+                if open.is_unconfirmed
+                    && open.client == client
+                    && open.file == *file
+                    && open.seqid == stateid.seqid =>
+            {
                 open.is_unconfirmed = false;
                 open.seqid += 1;
                 let seqid = open.seqid;
@@ -419,6 +446,7 @@ impl State {
         if let Ok((number, _)) = self.find_open(client, stateid, file) {
             let open = self.open_mut(number);
             (open.access, open.deny) = was;
+            open.opened &= within(was);
             open.seqid -= 1;
             self.note_modes(file, number, was);
         }
@@ -433,10 +461,12 @@ impl State {
         (access, deny): (u32, u32),
     ) -> Result<Stateid, Status> {
         let (number, open) = self.find_open(client, stateid, file)?;
-        if access & !open.access != 0 || deny & !open.deny != 0 {
+        let kept = open.opened & within((access, deny));
+        if union(kept) != (access, deny) {
             return Err(Status::INVAL);
         }
         let open = self.open_mut(number);
+        open.opened = kept;
         (open.access, open.deny) = (access, deny);
         open.seqid += 1;
         let seqid = open.seqid;

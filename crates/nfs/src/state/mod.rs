@@ -129,6 +129,8 @@ impl GrantPermit {
 
 /// Clients whose leases have expired that are remembered.
 pub(crate) const EXPIRED_MAX: usize = 4096;
+/// What these had, if they were of version 4.0.
+pub(crate) const EXPIRED_STATE_MAX: usize = 64 << 10;
 /// Most clients, confirmed or not.
 pub(crate) const CLIENTS_MAX: usize = 4096;
 /// Sessions of a client.
@@ -196,6 +198,8 @@ pub(crate) struct State {
     closed: HashMap<u64, (u64, Owner)>,
     /// Clients of version 4.0 whose leases have expired, the last of them.
     expired: VecDeque<u64>,
+    /// Numbers of what these had.
+    expired_state: HashSet<u64>,
     /// What kept files open; to be dropped when nothing waits for this state.
     dropped: Vec<OpenGuard>,
     /// Files of which locks have gone that clients wait for.
@@ -239,6 +243,7 @@ impl State {
             swept: 0,
             closed: HashMap::new(),
             expired: VecDeque::new(),
+            expired_state: HashSet::new(),
             dropped: Vec::new(),
             to_wake: HashSet::new(),
             freed: Vec::new(),

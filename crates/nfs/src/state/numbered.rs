@@ -3,7 +3,7 @@
 
 use super::clients::{Client, ClientName, Maker, Principal};
 use super::files::{Held, Owner};
-use super::{EXPIRED_MAX, OWNERS_MAX, OWNERS_TOTAL_MAX, Refused, State, Stateid};
+use super::{EXPIRED_MAX, EXPIRED_STATE_MAX, OWNERS_MAX, OWNERS_TOTAL_MAX, Refused, State, Stateid};
 use crate::v4::status::Status;
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -177,6 +177,7 @@ impl State {
         confirmation: [u8; 8],
         principal: Principal,
     ) -> Result<(), Status> {
+        self.forget_unconfirmed(now, id);
         let client = self.clients.get_mut(&id).ok_or(Status::STALE_CLIENTID)?;
         let numbering = client.numbering.as_mut().ok_or(Status::STALE_CLIENTID)?;
         let is_next = numbering.next_confirmation == Some(confirmation);
@@ -201,12 +202,19 @@ impl State {
         Ok((client.ok_or_else(unknown)?, numbered))
     }
 
-    /// The calls of a client of version 4.0 are to be answered by that its lease has expired.
+    /// Calls of a client of version 4.0 by its id, and by the stateids that it had, are answered by `NFS4ERR_EXPIRED` from now on.
     pub(super) fn remember_expired(&mut self, id: u64) {
         if self.expired.len() >= EXPIRED_MAX {
             self.expired.pop_front();
         }
         self.expired.push_back(id);
+        let held = self.clients.get(&id).map(|client| client.held.clone()).unwrap_or_default();
+        let room = EXPIRED_STATE_MAX.saturating_sub(held.len());
+        if self.expired_state.len() > room {
+            // Which of them are forgotten does not matter: their clients get `NFS4ERR_BAD_STATEID`, and ask by their ids.
+            self.expired_state.clear();
+        }
+        self.expired_state.extend(held);
     }
 
     /// What a client had of it that is removed.
@@ -239,7 +247,8 @@ impl State {
         }
         let number = self.number_of(stateid).ok_or(Status::STALE_STATEID)?;
         let closed = self.closed.get(&number).map(|(client, _)| *client);
-        let client = self.held.get(&number).map(Held::client).or(closed).ok_or(Status::BAD_STATEID)?;
+        let unknown = || if self.expired_state.contains(&number) { Status::EXPIRED } else { Status::BAD_STATEID };
+        let client = self.held.get(&number).map(Held::client).or(closed).ok_or_else(unknown)?;
         self.heard_of(now, client).map_err(|_| Status::BAD_STATEID)
     }
 

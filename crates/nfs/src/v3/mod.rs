@@ -573,6 +573,7 @@ impl Nfs3 {
         is_directory: bool,
     ) -> Result<Encoder, Status> {
         check_writable(dir)?;
+        dir.check_grace()?;
         let name = name?;
         let _change = dir.change_entry(name).await?;
         dir.share.files.remove(&dir.who, &dir.file, name, is_directory).await?;
@@ -591,6 +592,7 @@ impl Nfs3 {
         if !std::ptr::eq(from.share, to.share) {
             return Err(Status::from(Errno::XDEV));
         }
+        from.check_grace()?;
         let (old, new) = (old?, new?);
         let _changes = (from.change_entry(old).await?, to.change_entry(new).await?);
         from.share.files.rename(&from.who, (&from.file, old), (&to.file, new)).await?;

@@ -228,11 +228,25 @@ fn put(out: &mut Encoder, number: u32, of: &Described<'_>) {
     }
 }
 
-/// Those that can be told of the ones that are asked for.
+/// Attributes that can be set and not read.
+const WRITE_ONLY: [u32; 2] = [TIME_ACCESS_SET, TIME_MODIFY_SET];
+
+/// Attributes that are asked for; refused if any of them can only be set (RFC 8881, section 5.5).
+pub(super) fn get_readable(d: &mut Decoder<'_>) -> Result<Bitmap, Status> {
+    let wanted = Bitmap::decode(d)?;
+    check_readable(&wanted)?;
+    Ok(wanted)
+}
+
+/// As [`get_readable`], of attributes with their values.
+pub(super) fn check_readable(wanted: &Bitmap) -> Result<(), Status> {
+    if WRITE_ONLY.iter().any(|number| wanted.contains(*number)) { Err(Status::INVAL) } else { Ok(()) }
+}
+
+/// Those of the wanted attributes that there are.
 pub(super) fn readable(wanted: &Bitmap, minor: u32) -> Bitmap {
     let supported = supported(minor);
-    let only_set = [TIME_ACCESS_SET, TIME_MODIFY_SET];
-    let told: Vec<u32> = wanted.iter().filter(|n| supported.contains(*n) && !only_set.contains(n)).collect();
+    let told: Vec<u32> = wanted.iter().filter(|n| supported.contains(*n) && !WRITE_ONLY.contains(n)).collect();
     Bitmap::of(&told)
 }
 

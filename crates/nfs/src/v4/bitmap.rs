@@ -7,8 +7,11 @@ use thruway_rpc::xdr::{self, Decoder, Encoder};
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Bitmap(SmallVec<[u32; 3]>);
 
-/// Most words that are decoded: far beyond every attribute there is.
-const WORDS_MAX: u32 = 16;
+/// Words that are kept: far beyond every attribute there is. Attributes of later words are left out, as others that are not known.
+const WORDS_KEPT: usize = 16;
+
+/// Most words that are decoded.
+const WORDS_MAX: u32 = 4096;
 
 impl Bitmap {
     pub(crate) fn of(numbers: &[u32]) -> Bitmap {
@@ -39,8 +42,15 @@ impl Bitmap {
     }
 
     pub(crate) fn decode(d: &mut Decoder<'_>) -> xdr::Result<Bitmap> {
-        let words = d.array(WORDS_MAX, Decoder::u32)?;
-        Ok(Bitmap(words.into()))
+        let count = d.len(WORDS_MAX)?;
+        let mut words = SmallVec::new();
+        for _ in 0..count {
+            let word = d.u32()?;
+            if words.len() < WORDS_KEPT {
+                words.push(word);
+            }
+        }
+        Ok(Bitmap(words))
     }
 
     pub(crate) fn encode(&self, out: &mut Encoder) {

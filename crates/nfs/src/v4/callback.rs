@@ -59,8 +59,8 @@ pub(crate) enum Notice {
 
 /// The way back to the client of a session.
 pub(crate) struct Back {
-    program: u32,
-    credential: Credential,
+    /// The client's program, and as whom it is called.
+    caller: Mutex<(u32, Credential)>,
     channels: Mutex<Vec<BackChannel>>,
     /// Of the client's; one call is made at a time.
     slot: tokio::sync::Mutex<Slot>,
@@ -91,8 +91,7 @@ impl Drop for OnItsWay<'_> {
 impl Back {
     pub(crate) fn new(program: u32, credential: Credential, channel: BackChannel) -> Back {
         Back {
-            program,
-            credential,
+            caller: Mutex::new((program, credential)),
             channels: Mutex::new(vec![channel]),
             slot: tokio::sync::Mutex::default(),
             is_out_of_step: AtomicBool::new(false),
@@ -102,6 +101,11 @@ impl Back {
 
     fn channels(&self) -> MutexGuard<'_, Vec<BackChannel>> {
         self.channels.lock().expect("no panics under the lock")
+    }
+
+    /// Calls the client otherwise from now on.
+    pub(crate) fn set_caller(&self, program: u32, credential: Credential) {
+        *self.caller.lock().expect("no panics under the lock") = (program, credential);
     }
 
     /// One more connection.
@@ -143,8 +147,9 @@ impl Back {
             let Some(channel) = self.channels().iter().find(|channel| channel.is_open()).cloned() else {
                 return Err(CallError::Connection(std::io::ErrorKind::NotConnected.into()));
             };
-            let procedure = Procedure { program: self.program, version: 1, procedure: 1 };
-            let credential = OpaqueAuth { flavor: self.credential.flavor, body: &self.credential.body };
+            let (program, credential) = self.caller.lock().expect("no panics under the lock").clone();
+            let procedure = Procedure { program, version: 1, procedure: 1 };
+            let credential = OpaqueAuth { flavor: credential.flavor, body: &credential.body };
             let tried = slot.tried;
             if sequence.wrapping_sub(slot.taken) > tried.wrapping_sub(slot.taken) {
                 slot.tried = sequence;

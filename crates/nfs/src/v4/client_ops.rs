@@ -20,6 +20,8 @@ const CONFIRMED: u32 = 0x8000_0000;
 const USE_NON_PNFS: u32 = 0x0001_0000;
 /// All that a client may set.
 const EXCHANGE_FLAGS: u32 = 0x4007_0107;
+/// One that version 4.2 has (RFC 7862, section 14.1).
+const SUPPORTS_FENCE_OPS: u32 = 4;
 
 /// Smallest request or reply of a session.
 const MESSAGE_MIN: u32 = 512;
@@ -87,7 +89,8 @@ impl Compound<'_> {
             _ => return Err(Status::BADXDR.into()),
         }
         d.array(1, |d| Ok((d.opaque(OPAQUE_MAX)?, d.opaque(OPAQUE_MAX)?, d.i64()?, d.u32()?)))?;
-        if flags & !EXCHANGE_FLAGS != 0 {
+        let known = if self.minor >= 2 { EXCHANGE_FLAGS } else { EXCHANGE_FLAGS & !SUPPORTS_FENCE_OPS };
+        if flags & !known != 0 {
             return Err(Status::INVAL.into());
         }
         let maker = self.maker();
@@ -209,6 +212,16 @@ impl Compound<'_> {
         out.fixed(&id);
         out.u32(done);
         out.bool(false);
+        Ok(())
+    }
+
+    /// BACKCHANNEL_CTL: by which program, and as whom, the client is called from now on.
+    pub(super) fn control_back_channel(&mut self, d: &mut Decoder<'_>) -> Done {
+        let (program, credential) = (d.u32()?, get_callback_security(d)?);
+        let session = self.own_session().ok_or(Status::OP_NOT_IN_SESSION)?;
+        // Without a back channel there is nothing to control; of RPCSEC_GSS, which is not used for calls to clients, no handle is known.
+        let back = session.back.as_ref().ok_or(Status::INVAL)?;
+        back.set_caller(program, credential.ok_or(Status::NOENT)?);
         Ok(())
     }
 

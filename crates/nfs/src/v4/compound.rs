@@ -245,9 +245,7 @@ impl<'a> Compound<'a> {
             let at_status = out.mark();
             out.u32(0);
             let at_body = out.mark();
-            let limit = self.slot.as_ref().map_or(CALL_MAX as u32, |slot| slot.session.limits.response);
-            // Version 4.0 has no word of its own for that.
-            let too_long = if self.minor == 0 { Status::RESOURCE } else { Status::REP_TOO_BIG };
+            let (limit, too_long) = self.reply_limit();
             let done = match self.place(number) {
                 // What changes something is not done if it could not be said.
                 Ok(()) if CHANGING.contains(&number) && out.len() + CHANGING_RESULT > limit as usize => {
@@ -280,6 +278,20 @@ impl<'a> Compound<'a> {
         Ok(None)
     }
 
+    /// Most bytes of the reply, and the status of an operation whose result would exceed them.
+    fn reply_limit(&self) -> (u32, Status) {
+        match &self.slot {
+            // Version 4.0 has no word of its own for that.
+            _ if self.minor == 0 => (CALL_MAX as u32, Status::RESOURCE),
+            None => (CALL_MAX as u32, Status::REP_TOO_BIG),
+            // A reply that is to be kept must be short enough for that, before anything is done (RFC 8881, section 2.10.6.1.3).
+            Some(slot) if slot.is_kept && slot.session.limits.cached < slot.session.limits.response => {
+                (slot.session.limits.cached, Status::REP_TOO_BIG_TO_CACHE)
+            }
+            Some(slot) => (slot.session.limits.response, Status::REP_TOO_BIG),
+        }
+    }
+
     /// Whether an operation may be where it is (RFC 8881, section 2.10.6.1).
     fn place(&self, number: u32) -> Result<(), Status> {
         let is_alone =
@@ -294,9 +306,8 @@ impl<'a> Compound<'a> {
             (0, _) if is_alone && self.count == 1 => Ok(()),
             (0, _) if is_alone => Err(Status::NOT_ONLY_OP),
             (0, _) => Err(Status::OP_NOT_IN_SESSION),
-            // These two may follow SEQUENCE.
-            (_, op::DESTROY_SESSION | op::DESTROY_CLIENTID) => Ok(()),
-            _ if is_alone => Err(Status::NOT_ONLY_OP),
+            // The others may follow SEQUENCE.
+            (_, op::BIND_CONN_TO_SESSION) => Err(Status::NOT_ONLY_OP),
             _ => Ok(()),
         }
     }
@@ -309,6 +320,9 @@ impl<'a> Compound<'a> {
         let session = session.ok_or(Status::BADSESSION)?;
         if self.count > session.limits.operations {
             return Err(Status::TOO_MANY_OPS.into());
+        }
+        if self.call.argument_len() > session.limits.request as usize {
+            return Err(Status::REQ_TOO_BIG.into());
         }
         let digest = self.digest();
         if let Turn::Again(reply) = session.begin(slot, sequence, digest)? {
@@ -352,6 +366,7 @@ impl<'a> Compound<'a> {
             op::DESTROY_SESSION => self.destroy_session(d),
             op::DESTROY_CLIENTID => self.destroy_client(d).await,
             op::BIND_CONN_TO_SESSION => self.bind_connection(d, out),
+            op::BACKCHANNEL_CTL => self.control_back_channel(d),
             op::RECLAIM_COMPLETE => self.reclaim_complete(d).await,
             op::TEST_STATEID => self.test_stateids(d, out),
             op::FREE_STATEID => self.free_stateid(d),
@@ -444,6 +459,11 @@ impl<'a> Compound<'a> {
     /// The session that this is in.
     pub(super) fn session(&self) -> Option<&[u8; 16]> {
         self.slot.as_ref().map(|slot| &slot.session.id)
+    }
+
+    /// As [`Compound::session`].
+    pub(super) fn own_session(&self) -> Option<&Session> {
+        self.slot.as_ref().map(|slot| &*slot.session)
     }
 
     pub(super) fn is_last(&self) -> bool {

@@ -86,6 +86,7 @@ pub(crate) mod op {
     pub(crate) const VERIFY: u32 = 37;
     pub(crate) const WRITE: u32 = 38;
     pub(crate) const RELEASE_LOCKOWNER: u32 = 39;
+    pub(crate) const BACKCHANNEL_CTL: u32 = 40;
     pub(crate) const BIND_CONN_TO_SESSION: u32 = 41;
     pub(crate) const EXCHANGE_ID: u32 = 42;
     pub(crate) const CREATE_SESSION: u32 = 43;

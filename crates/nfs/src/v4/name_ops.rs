@@ -134,7 +134,7 @@ impl<'a> Compound<'a> {
     }
 
     pub(super) async fn get_attributes(&mut self, d: &mut Decoder<'_>, out: &mut Encoder) -> Done {
-        let wanted = Bitmap::decode(d)?;
+        let wanted = attributes::get_readable(d)?;
         let object = self.object()?;
         if let Object::File(target) = object {
             target.look(self.known_client()).await?;
@@ -249,6 +249,7 @@ impl<'a> Compound<'a> {
 
     pub(super) async fn verify(&mut self, d: &mut Decoder<'_>, is_same: bool) -> Done {
         let (which, theirs) = attributes::get_raw(d)?;
+        attributes::check_readable(&which)?;
         let readable = attributes::readable(&which, self.minor);
         if which.iter().any(|number| !readable.contains(number)) {
             return Err(Status::ATTRNOTSUPP.into());
@@ -275,13 +276,13 @@ impl<'a> Compound<'a> {
         /// Verifier, and the two words behind the last entry.
         const AROUND: usize = 8 + 8;
         let (cookie, verifier, _names, bytes) = (d.u64()?, d.u64()?, d.u32()?, d.u32()?);
-        let wanted = Bitmap::decode(d)?;
+        let wanted = attributes::get_readable(d)?;
         // Cookies do not depend on when the directory was changed: every verifier is 0. Two are reserved.
         if verifier != 0 || cookie == 1 || cookie == 2 {
             return Err(Status::BAD_COOKIE.into());
         }
         let bytes = (bytes as usize).min(BULK_MAX);
-        if bytes <= AROUND {
+        if bytes < AROUND {
             return Err(Status::TOOSMALL.into());
         }
         out.u64(0);

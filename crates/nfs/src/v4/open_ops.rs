@@ -6,7 +6,7 @@ use super::compound::{Compound, Done, Failure, Object, get_name, put_change_info
 use super::recall;
 use super::status::Status;
 use crate::delegations::Delegate;
-use crate::file_system::{Attributes, Make, OpenGuard, Rights, SetAttributes};
+use crate::file_system::{Attributes, Kind, Make, OpenGuard, Rights, SetAttributes};
 use crate::share::Target;
 use crate::state::{
     Delegated, GrantPermit, LockRequest, Modes, OpenAs, Owner, READ, Range, Refused, Role, State, Stateid, Turn, WRITE,
@@ -428,7 +428,11 @@ impl<'a> Compound<'a> {
         let range = (d.u64()?, d.u64()?);
         let (locker, number, by) = if d.bool()? {
             let (_, open, number) = (d.u32()?, self.get_stateid(d)?, d.u32()?);
-            let (_client, owner) = get_owner(d)?;
+            let (client, owner) = get_owner(d)?;
+            // In version 4.0 the owner must be of the client that has the file open (RFC 7530, section 9.1.5).
+            if self.minor == 0 && self.client_that_says(client)? != self.client_with(open)? {
+                return Err(Status::BAD_STATEID.into());
+            }
             (Locker::New(open, owner.into()), number, open)
         } else {
             let (stateid, _) = (self.get_stateid(d)?, d.u32()?);
@@ -485,10 +489,25 @@ impl<'a> Compound<'a> {
     pub(super) async fn test_lock(&mut self, d: &mut Decoder<'_>) -> Done {
         let ((is_write, _), range, (client, owner)) = (Self::get_lock_type(d)?, Self::get_range(d)?, get_owner(d)?);
         let (client, file) = (self.client_that_says(client)?, self.target()?.key());
+        self.check_lockable().await?;
         self.server.may_have(client, false).await?;
         let action = |state: &mut State, now| state.test_lock(now, client, owner, &file, is_write, range);
         self.server.retry_on_conflict(action).await?;
         Ok(())
+    }
+
+    /// Refuses what has no locks (RFC 8881, section 18.11.3; RFC 7530, section 16.11.4).
+    async fn check_lockable(&self) -> Done {
+        let target = self.target()?;
+        let kind = target.share.files.attributes(&target.file).await?.kind;
+        Err(match (kind, self.minor) {
+            (Kind::Regular, _) => return Ok(()),
+            (Kind::Directory, _) => Status::ISDIR,
+            (_, 0) => Status::INVAL,
+            (Kind::SymbolicLink, _) => Status::SYMLINK,
+            _ => Status::WRONG_TYPE,
+        }
+        .into())
     }
 
     pub(super) fn unlock(&mut self, d: &mut Decoder<'_>, out: &mut Encoder) -> Done {

@@ -160,6 +160,10 @@ impl Holder for Clients {
         server.state(|state, now| state.recall_others(now, file, client, false)).is_err()
     }
 
+    fn is_grace(&self) -> bool {
+        self.0.upgrade().is_some_and(|server| server.state(|state, now| state.is_grace(now)))
+    }
+
     fn look(&self, file: FileIdentity, client: Option<u64>) -> Op<'_, ()> {
         Box::pin(self.retry_on_conflict(move |state, now| state.recall_others(now, &file, client, false)))
     }

@@ -292,6 +292,8 @@ pub struct Call {
     /// If it is to be checked before it is done.
     unchecked: Option<Unchecked>,
     bulk: Cell<SmallVec<[BulkItem; 1]>>,
+    /// Bytes of the bulk items.
+    bulk_len: usize,
 }
 
 impl Call {
@@ -326,6 +328,11 @@ impl Call {
     /// The arguments. Bulk items are there the first time.
     pub fn arguments(&self) -> Decoder<'_> {
         Decoder::with_bulk(self.argument_bytes(), self.arguments.start as u32, self.bulk.take())
+    }
+
+    /// Bytes of the arguments, bulk items included.
+    pub fn argument_len(&self) -> usize {
+        self.argument_bytes().len() + self.bulk_len
     }
 
     /// To be called before a reply is made that may have many bytes in memory of its own: there are [`LONG_REPLIES_MAX`] of these at a
@@ -489,6 +496,7 @@ impl Programs {
         };
         let (program_number, version, procedure) = (header.program, header.version, header.procedure);
         let connection = Rc::clone(connection);
+        let bulk_len = bulk.iter().map(|item| xdr::padded(item.segment.len())).sum();
         let call = Call {
             xid,
             program: program_number,
@@ -503,6 +511,7 @@ impl Programs {
             arguments,
             unchecked,
             bulk: Cell::new(bulk),
+            bulk_len,
         };
         Ok(Some(Received::Call(call, program)))
     }

@@ -1,10 +1,11 @@
 //! Entries of directories: made, listed, removed, renamed, and brought to the medium.
 
 use super::by_path::name_open;
-use super::node::Node;
+use super::node::{Node, time_of};
 use super::{Found, Inner, c_name, errno, id_of, kind_of};
 use crate::file_system::{
-    As, Attributes, Credentials, Entry, FileId, Kind, Listing, Make, Result, Room, SetAttributes, SetTime, Time,
+    As, Attributes, Credentials, Entry, FileId, Kind, Listing, Make, Result, Room, SetAttributes, SetTime,
+    exclusive_times,
 };
 use rustix::fs::{AtFlags, FileType, Mode, OFlags, RawDir, ResolveFlags, SeekFrom};
 use rustix::io::Errno;
@@ -14,13 +15,6 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use thruway_fs::handle::Handle;
-
-/// The seconds in which the number of an exclusive creation is kept: as many bits as every file system has.
-pub(super) fn exclusive_times(number: [u8; 8]) -> (Time, Time) {
-    let [a, b, c, d, e, f, g, h] = number;
-    let time = |bytes| Time { seconds: i64::from(u32::from_be_bytes(bytes) & 0x7fff_ffff), nanoseconds: 0 };
-    (time([a, b, c, d]), time([e, f, g, h]))
-}
 
 impl Inner {
     pub(super) fn make(
@@ -72,7 +66,7 @@ impl Inner {
                 let found = self.act_as(who, by_name)?;
                 let (stat, (accessed, modified)) = (&found.stat, exclusive_times(*number));
                 let same = kind_of(stat.stx_mode)? == Kind::Regular
-                    && (stat.stx_atime.tv_sec, stat.stx_mtime.tv_sec) == (accessed.seconds, modified.seconds);
+                    && (time_of(stat.stx_atime), time_of(stat.stx_mtime)) == (accessed, modified);
                 if !same {
                     return Err(Errno::EXIST);
                 }
@@ -287,8 +281,12 @@ impl Inner {
 
     pub(super) fn rename(self: &Arc<Self>, who: &Credentials, from: (&Node, &[u8]), to: (&Node, &[u8])) -> Result<()> {
         let (old, new) = (c_name(from.1)?, c_name(to.1)?);
-        let replaced = self.named(to.0, &new);
+        let (renamed, replaced) = (self.named(from.0, &old), self.named(to.0, &new));
         self.act_as(who, || rustix::fs::renameat(&from.0.fd, &*old, &to.0.fd, &*new))?;
+        // The kernel has done nothing where both names are the same file's.
+        if renamed.is_some() && renamed == replaced {
+            return Ok(());
+        }
         from.0.note_change();
         to.0.note_change();
         if self.paths.is_some()

@@ -90,7 +90,7 @@ impl Node {
 
     pub(super) fn change(&self, changed: Time) -> u64 {
         let (at, more) = *self.changes.lock().expect("no panics under the lock");
-        change_of(changed, if at == changed { more } else { 0 })
+        change_of(changed, (at == changed).then_some(more))
     }
 
     /// To be called behind every change; what the file is like then, if that can be told.
@@ -140,9 +140,11 @@ pub(super) fn stat(fd: impl AsFd) -> Result<Statx> {
     if stat.stx_nlink == 0 { Err(Errno::STALE) } else { Ok(stat) }
 }
 
-/// The number of a state: its time, and how many changes had that time before.
-pub(super) fn change_of(changed: Time, more: u64) -> u64 {
-    (changed.seconds as u64).wrapping_mul(1_000_000_000).wrapping_add(changed.nanoseconds.into()).wrapping_add(more)
+/// The number of a state of a file: an even one by its time and by how many changes through here had that time, which is coarse on some
+/// kernels. Of a file that has not been changed through here since that time, an odd one: an earlier process may have counted.
+pub(super) fn change_of(changed: Time, counted: Option<u64>) -> u64 {
+    let time = (changed.seconds as u64).wrapping_mul(1_000_000_000).wrapping_add(changed.nanoseconds.into());
+    time.wrapping_mul(2).wrapping_add(counted.map_or(1, |count| count.wrapping_mul(2)))
 }
 
 pub(super) fn time_of(time: StatxTimestamp) -> Time {

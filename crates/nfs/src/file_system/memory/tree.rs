@@ -1,6 +1,7 @@
 //! The tree of a file system in memory, and the rules of who may change it.
 
 use super::{As, Attributes, Credentials, Kind, Make, Result, SetAttributes, SetTime, SetXattr, Time, Usage};
+use crate::file_system::exclusive_times;
 use rustix::io::Errno;
 use std::collections::{BTreeMap, HashMap};
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -718,11 +719,4 @@ impl Tree {
         self.used = self.used - before + after;
         Ok(())
     }
-}
-
-/// The times in which the number of an exclusive creation is kept.
-fn exclusive_times(number: [u8; 8]) -> (Time, Time) {
-    let [a, b, c, d, e, f, g, h] = number;
-    let time = |bytes| Time { seconds: i64::from(u32::from_be_bytes(bytes)), nanoseconds: 0 };
-    (time([a, b, c, d]), time([e, f, g, h]))
 }
