@@ -37,6 +37,35 @@ fn kill(daemon: Disks) {
     drop(daemon);
 }
 
+#[test]
+fn clients_of_version_3_remove_no_name_that_may_still_be_reclaimed() {
+    let lab = Lab::new();
+    let daemon = serve(&lab, "", "30");
+    let script = r#"
+client = alice()
+client.run(words(58, 0))
+print(client.create(client.handle(b"d"), b"f")[2].hex())
+"#;
+    let handle = python(&daemon.at("nfs"), &format!("{ALICE}{script}"), &[]);
+    kill(daemon);
+    let daemon = serve(&lab, "", "30");
+    let script = r#"
+JUKEBOX = 10008
+old = Connection(at)
+root = mount3(at, b"/d")
+remove = lambda: old.call(100003, 3, 12, opaque(root) + opaque(b"f")).u32()
+rename = lambda: old.call(100003, 3, 14, opaque(root) + opaque(b"f") + opaque(root) + opaque(b"g")).u32()
+assert remove() == JUKEBOX and rename() == JUKEBOX
+client = alice()
+assert client.open(bytes.fromhex(args[0]), b"", access=BOTH, claim=opened)[0] == OK
+client.run(words(58, 0))
+# All have come back.
+assert rename() == OK
+"#;
+    python(&daemon.at("nfs"), &format!("{ALICE}{script}"), &[handle.trim()]);
+    daemon.stop();
+}
+
 const ALICE: &str = r#"
 alice = lambda: Client(at, b"host of alice", uid=1000, gid=1000, reclaimed=False)
 opened = words(1) + words(0)  # CLAIM_PREVIOUS, without a delegation

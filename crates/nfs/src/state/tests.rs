@@ -329,6 +329,32 @@ fn after_a_restart_nobody_else_takes_the_name_of_a_client() {
 }
 
 #[test]
+fn a_client_that_is_not_confirmed_in_time_is_forgotten() {
+    let mut state = State::new(7, LEASE, Records::new());
+    let root = user(Some(0));
+    let [late, early] = [&b"late"[..], b"early"].map(|name| state.exchange_id(0, name, [1; 8], root, false).unwrap());
+    assert!(state.create_session(LEASE, early.client, 1, root).is_ok());
+    let refused = state.create_session(LEASE + 1, late.client, 1, root).map(drop);
+    assert_eq!(refused, Err(Refused::Status(Status::STALE_CLIENTID)));
+    let (id, confirmation) = state.set_client(0, b"late", [1; 8], root).unwrap();
+    assert_eq!(state.confirm_client(LEASE + 1, id, confirmation, root), Err(Status::STALE_CLIENTID));
+}
+
+#[test]
+fn stateids_of_a_client_whose_lease_has_expired_say_so() {
+    let mut state = State::new(7, LEASE, Records::new());
+    let (id, confirmation) = state.set_client(0, b"a", [1; 8], user(Some(0))).unwrap();
+    state.confirm_client(0, id, confirmation, user(Some(0))).unwrap();
+    state.may_begin(0, id).unwrap();
+    let stateid = open(&mut state, 0, id, "o", 1, (READ, 0)).unwrap();
+    assert_eq!(state.heard_of_by(0, stateid), Ok(id));
+    assert!(state.give_up(LEASE + 1, id) && state.expire(LEASE + 1, id));
+    assert_eq!(state.heard_of_by(LEASE + 1, stateid), Err(Status::EXPIRED));
+    let foreign = Stateid { seqid: 1, other: [&7_u32.to_be_bytes()[..], &[9; 8]].concat().try_into().unwrap() };
+    assert_eq!(state.heard_of_by(LEASE + 1, foreign), Err(Status::BAD_STATEID));
+}
+
+#[test]
 fn a_client_that_cannot_be_stored_holds_up_no_other() {
     let mut state = State::new(7, LEASE, Records::new());
     let a = client(&mut state, 0, "a");

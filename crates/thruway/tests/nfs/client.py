@@ -132,6 +132,10 @@ class Client(Connection):
             self.create_sequence += 1
         return status
 
+    def open_number(self, owner):
+        """The number of an operation of an owner: versions with sessions have none."""
+        return 0
+
     def run(self, *operations, **who):
         """Runs operations behind SEQUENCE; the status, and the results behind those of SEQUENCE."""
         self.sequence += 1
@@ -159,14 +163,15 @@ class Client(Connection):
     def open(self, dir, name, access=READ, deny=0, owner=b"owner", how=words(0), claim=None, want=WANT_NONE, **who):
         """OPEN: the status, and the stateid, the handle, and the stateid of what is delegated."""
         claim = words(0) + opaque(name) if claim is None else claim
-        open = words(18, 0, access | want, deny) + self.id + opaque(owner) + how + claim
+        number = self.open_number(owner)
+        open = words(18, number, access | want, deny) + self.id + opaque(owner) + how + claim
         status, reply = self.run(words(22) + opaque(dir), open, words(10), **who)
         if status != OK:
             return status, None, None, None
         assert self.result(reply, 22) == OK and self.result(reply, 18) == OK
         stateid = reply.fixed(16)
         reply.fixed(20)
-        reply.u32()
+        self.open_flags = reply.u32()
         [reply.u32() for _ in range(reply.u32())]
         delegated = None
         kind = reply.u32()
@@ -187,8 +192,12 @@ class Client(Connection):
         guarded = words(1, 1) + words(2, 0, 1 << 1) + opaque(words(mode))
         return self.open(dir, name, access=BOTH, how=guarded, **how)
 
-    def close(self, handle, stateid, **who):
-        return self.run(words(22) + opaque(handle), words(4, 0) + stateid, **who)[0]
+    def close(self, handle, stateid, owner=b"owner", **who):
+        return self.run(words(22) + opaque(handle), words(4, self.open_number(owner)) + stateid, **who)[0]
+
+    def downgrade(self, handle, stateid, access, deny, owner=b"owner"):
+        down = words(21) + stateid + words(self.open_number(owner), access, deny)
+        return self.run(words(22) + opaque(handle), down)[0]
 
     def read(self, handle, stateid=ANONYMOUS, at=0, length=4096, **who):
         status, reply = self.run(words(22) + opaque(handle), words(25) + stateid + long(at) + words(length), **who)
@@ -211,9 +220,14 @@ class Client(Connection):
         [reply.u32() for _ in range(reply.u32())]
         return status, Reply(reply.opaque())
 
-    def lock(self, handle, stateid, kind=2, at=0, length=2**64 - 1, reclaim=0, owner=b"locks"):
-        lock = words(12, kind, reclaim) + long(at) + long(length) + words(1, 0) + stateid + words(0)
-        return self.run(words(22) + opaque(handle), lock + self.id + opaque(owner))[0]
+    def lock(self, handle, stateid, kind=2, at=0, length=2**64 - 1, reclaim=0, owner=b"locks", opener=b"owner", id=None):
+        number = self.open_number(opener)
+        lock = words(12, kind, reclaim) + long(at) + long(length) + words(1, number) + stateid + words(0)
+        return self.run(words(22) + opaque(handle), lock + (id or self.id) + opaque(owner))[0]
+
+    def test_lock(self, handle, kind=2, at=0, length=2**64 - 1, owner=b"tests"):
+        test = words(13, kind) + long(at) + long(length) + self.id + opaque(owner)
+        return self.run(words(22) + opaque(handle), test)[0]
 
     def give_back(self, handle, stateid):
         return self.run(words(22) + opaque(handle), words(8) + stateid)[0]
@@ -227,3 +241,38 @@ class Client(Connection):
         results = words(0, 0, 2, 11, 0) + operations[4:24] + words(0, 0, 0) + operations[40:44] + words(0)
         self.send(call[:4] + words(1, 0, 0, 0, 0) + results)
         return True
+
+
+class Client40(Client):
+    """A client of version 4.0."""
+
+    def __init__(self, at, name, minor=0, verifier=b"verifier", **who):
+        Connection.__init__(self, at, **who)
+        self.minor, self.name, self.numbers, self.events = minor, name, {}, 0
+        callback = words(0) + opaque(b"tcp") + opaque(b"0.0.0.0.0.0") + words(0)
+        self.status, reply = self.compound(words(35) + verifier + opaque(name) + callback)
+        if self.status == OK:
+            reply.fixed(8)
+            self.id, confirmation = reply.fixed(8), reply.fixed(8)
+            self.status, _ = self.compound(words(36) + self.id + confirmation)
+
+    def open_number(self, owner):
+        self.numbers[owner] = self.numbers.get(owner, 0) + 1
+        return self.numbers[owner]
+
+    def run(self, *operations, **who):
+        return self.compound(*operations, **who)
+
+    def open(self, dir, name, want=0, confirm=True, owner=b"owner", **how):
+        status, stateid, handle, delegated = super().open(dir, name, want=0, owner=owner, **how)
+        if status == OK and self.open_flags & 2 and confirm:
+            status, stateid = self.confirm(handle, stateid, owner)
+        return status, stateid, handle, delegated
+
+    def confirm(self, handle, stateid, owner=b"owner"):
+        confirm = words(20) + stateid + words(self.open_number(owner))
+        status, reply = self.run(words(22) + opaque(handle), confirm)
+        if status != OK:
+            return status, None
+        reply.fixed(8 + 8)
+        return status, reply.fixed(16)

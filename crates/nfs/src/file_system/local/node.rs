@@ -184,3 +184,19 @@ pub(super) fn close_later(node: &Arc<Node>) {
         }
     });
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_state_that_another_process_has_numbered_has_another_number() {
+        let time = |nanoseconds| Time { seconds: 1_800_000_000, nanoseconds };
+        // A process that is killed has counted changes with one time of a coarse clock; the next one does not know how many.
+        let seen: Vec<u64> = (1..1000).map(|count| change_of(time(0), Some(count))).collect();
+        assert!(!seen.contains(&change_of(time(0), None)));
+        // Later states have numbers of their own.
+        let later = [change_of(time(1_000_000), None), change_of(time(1_000_000), Some(1))];
+        assert!(later.iter().all(|number| !seen.contains(number)) && later[0] != later[1]);
+    }
+}

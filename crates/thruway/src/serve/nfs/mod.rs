@@ -14,7 +14,7 @@ use std::fs::File;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use thruway_engine::Reactors;
 use thruway_fabric::Provider;
 use thruway_fs::credentials::can_act_as_others;
@@ -107,6 +107,21 @@ fn handle_key(state: &Path) -> Result<[u8; 32], String> {
             Ok(key)
         }
         Err(error) => Err(failed(&error)),
+    }
+}
+
+/// Time that the threads of a daemon which has been killed may take to end, and how often the lock is tried meanwhile.
+const LOCK_TIMEOUT: Duration = Duration::from_secs(2);
+const LOCK_AGAIN_AFTER: Duration = Duration::from_millis(20);
+
+/// Holds the state for this daemon; `None` if another one does.
+fn hold(state: &Path) -> std::io::Result<Option<File>> {
+    let begun = Instant::now();
+    loop {
+        match durable::hold(state, LOCK_FILE)? {
+            None if begun.elapsed() < LOCK_TIMEOUT => std::thread::sleep(LOCK_AGAIN_AFTER),
+            held => return Ok(held),
+        }
     }
 }
 
@@ -228,7 +243,7 @@ impl NfsService {
             return Ok(None);
         }
         let state = state.ok_or("no directory for the key of NFS handles: give --state DIR")?;
-        let held = durable::hold(state, LOCK_FILE).map_err(|e| format!("{}: {e}", state.join(LOCK_FILE).display()))?;
+        let held = hold(state).map_err(|e| format!("{}: {e}", state.join(LOCK_FILE).display()))?;
         let held = held.ok_or_else(|| {
             format!(
                 "{}: another daemon that serves NFS has its state there: give each a --state DIR of its own",

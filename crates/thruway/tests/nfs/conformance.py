@@ -1,0 +1,396 @@
+"""Cases of the table of operations and errors (`conformance.toml`): each returns the status of the operation that it is about."""
+from client import *
+
+CASES = {}
+
+
+def case(function):
+    CASES[function.__name__] = function
+    return function
+
+
+class Lab:
+    """A client of a minor version, and a directory of its own on a share."""
+
+    def __init__(self, at, minor, share, name):
+        self.at, self.minor = at, minor
+        self.client = self.connect(name)
+        assert self.client.status == OK, self.client.status
+        root = self.client.handle(share)
+        make = words(6, 2) + opaque(name) + words(2, 0, 2) + opaque(words(0o777))
+        status, _ = self.client.run(words(22) + opaque(root), make)
+        assert status == OK, status
+        self.dir = self.client.handle(share, name)
+
+    def connect(self, name, **who):
+        kind = Client40 if self.minor == 0 else Client
+        return kind(self.at, name, minor=self.minor, **who)
+
+    def make(self, name=b"f", **how):
+        """Makes a file and opens it: its stateid and its handle."""
+        status, stateid, handle, _ = self.client.create(self.dir, name, **how)
+        assert status == OK, status
+        return stateid, handle
+
+    def put(self, name=b"f"):
+        """Makes a file that nobody has open; its handle."""
+        stateid, handle = self.make(name, owner=b"maker")
+        assert self.client.close(handle, stateid, owner=b"maker") == OK
+        return handle
+
+    def special(self, kind, name=b"s"):
+        """Makes something that is no file; its handle."""
+        more = {2: b"", 5: opaque(b"target"), 7: b"", 6: b""}[kind]
+        status, _ = self.in_dir(words(6, kind) + more + opaque(name) + words(0, 0))
+        assert status == OK, status
+        return self.find(name)
+
+    def in_dir(self, *operations):
+        return self.client.run(words(22) + opaque(self.dir), *operations)
+
+    def on(self, handle, *operations):
+        return self.client.run(words(22) + opaque(handle), *operations)[0]
+
+    def find(self, name):
+        status, reply = self.in_dir(words(15) + opaque(name), words(10))
+        assert status == OK, status
+        reply.fixed(8 + 8 + 8)
+        return reply.opaque()
+
+    def change(self):
+        return self.client.attributes(self.dir, 3)[1].u64()
+
+
+def bits(*numbers, count=3):
+    return words(count, *(sum(1 << n - 32 * w for n in numbers if n // 32 == w) for w in range(count)))
+
+
+WRITE_ONLY = 48
+
+
+@case
+def access_of_a_directory(lab):
+    return lab.on(lab.dir, words(3, 0x3F))
+
+
+@case
+def operation_without_a_current_file(lab):
+    return lab.client.run(words(9) + bits(1))[0]
+
+
+@case
+def backchannel_ctl_changes_the_program(lab):
+    lab.client = lab.connect(b"called", back=True)
+    return lab.client.run(words(40, 0x40001235, 1, 0))[0]
+
+
+@case
+def backchannel_ctl_without_back_channel(lab):
+    return lab.client.run(words(40, 0x40001235, 1, 0))[0]
+
+
+@case
+def close_twice(lab):
+    stateid, handle = lab.make()
+    assert lab.client.close(handle, stateid) == OK
+    return lab.client.close(handle, stateid)
+
+
+@case
+def create_session_after_sequence(lab):
+    sequence = lab.client.create_sequence
+    limits = words(0, 4096, 4096, 1024, 8, 1, 0)
+    create = words(43) + lab.client.id + words(sequence, 0) + limits + limits + words(0x40001234, 1, 0)
+    return lab.client.run(create)[0]
+
+
+@case
+def exchange_id_after_sequence(lab):
+    return lab.client.run(words(42) + b"verifier" + opaque(b"another") + words(0, 0, 0))[0]
+
+
+@case
+def exchange_id_with_another_operation(lab):
+    return lab.client.compound(words(42) + b"verifier" + opaque(b"another") + words(0, 0, 0), words(24))[0]
+
+
+@case
+def exchange_id_with_a_flag_of_version_4_2(lab):
+    return lab.client.compound(words(42) + b"verifier" + opaque(b"fences") + words(4, 0, 0))[0]
+
+
+@case
+def getattr_of_an_attribute_that_is_only_set(lab):
+    return lab.client.attributes(lab.dir, WRITE_ONLY)[0]
+
+
+@case
+def getattr_with_unknown_attributes_of_far_words(lab):
+    return lab.on(lab.dir, words(9, 40, *([0] * 39), 1))
+
+
+@case
+def lock_for_the_owner_of_another_client(lab):
+    other = lab.connect(b"other of " + lab.client.name)
+    stateid, handle = lab.make()
+    return lab.client.lock(handle, stateid, id=other.id)
+
+
+@case
+def lock_for_writing_of_a_file_open_for_reading(lab):
+    lab.put()
+    _, stateid, handle, _ = lab.client.open(lab.dir, b"f")
+    return lab.client.lock(handle, stateid, kind=2)
+
+
+@case
+def lock_that_is_in_the_way(lab):
+    stateid, handle = lab.make()
+    assert lab.client.lock(handle, stateid) == OK
+    return lab.client.lock(handle, stateid, owner=b"another")
+
+
+@case
+def lock_of_no_length(lab):
+    stateid, handle = lab.make()
+    return lab.client.lock(handle, stateid, length=0)
+
+
+@case
+def lockt_of_a_directory(lab):
+    return lab.client.test_lock(lab.dir)
+
+
+@case
+def lockt_of_a_symbolic_link(lab):
+    return lab.client.test_lock(lab.special(5))
+
+
+@case
+def lockt_of_a_fifo(lab):
+    return lab.client.test_lock(lab.special(7))
+
+
+@case
+def lookup_of_nothing(lab):
+    return lab.in_dir(words(15) + opaque(b"nothing"))[0]
+
+
+@case
+def lookup_with_an_empty_name(lab):
+    return lab.in_dir(words(15) + opaque(b""))[0]
+
+
+@case
+def lookup_in_a_file(lab):
+    _, handle = lab.make()
+    return lab.on(handle, words(15) + opaque(b"f"))
+
+
+@case
+def open_denied_by_the_same_owner(lab):
+    lab.put()
+    assert lab.client.open(lab.dir, b"f", access=WRITE, deny=READ)[0] == OK
+    return lab.client.open(lab.dir, b"f", access=READ)[0]
+
+
+@case
+def open_confirm_twice(lab):
+    lab.put()
+    status, stateid, handle, _ = lab.client.open(lab.dir, b"f", owner=b"new", confirm=False)
+    assert status == OK and lab.client.open_flags & 2
+    status, stateid = lab.client.confirm(handle, stateid, b"new")
+    assert status == OK
+    return lab.client.confirm(handle, stateid, b"new")[0]
+
+
+@case
+def open_downgrade_to_modes_that_were_opened(lab):
+    lab.put()
+    lab.client.open(lab.dir, b"f", access=READ)
+    _, stateid, handle, _ = lab.client.open(lab.dir, b"f", access=BOTH)
+    return lab.client.downgrade(handle, stateid, READ, 0)
+
+
+@case
+def open_downgrade_to_modes_that_were_not_opened(lab):
+    lab.put()
+    _, stateid, handle, _ = lab.client.open(lab.dir, b"f", access=BOTH)
+    return lab.client.downgrade(handle, stateid, READ, 0)
+
+
+@case
+def open_exclusive_with_another_verifier(lab):
+    how = lambda first: words(1, 2) + bytes([first, 1, 1, 1, 1, 1, 1, 1])
+    # The numbers differ in the highest bit only.
+    assert lab.client.open(lab.dir, b"x", access=BOTH, how=how(0x01), owner=b"one")[0] == OK
+    return lab.client.open(lab.dir, b"x", access=BOTH, how=how(0x81), owner=b"two")[0]
+
+
+@case
+def open_exclusive_again(lab):
+    how = words(1, 2) + bytes([0x81, 1, 1, 1, 0xFF, 1, 1, 1])
+    assert lab.client.open(lab.dir, b"x", access=BOTH, how=how)[0] == OK
+    return lab.client.open(lab.dir, b"x", access=BOTH, how=how)[0]
+
+
+@case
+def open_guarded_of_what_is_there(lab):
+    lab.make()
+    return lab.client.create(lab.dir, b"f", owner=b"another")[0]
+
+
+@case
+def open_of_a_directory(lab):
+    lab.special(2)
+    return lab.client.open(lab.dir, b"s")[0]
+
+
+@case
+def open_without_access(lab):
+    lab.put()
+    return lab.client.open(lab.dir, b"f", access=0)[0]
+
+
+@case
+def putfh_of_garbage(lab):
+    return lab.client.run(words(22) + opaque(bytes(40)))[0]
+
+
+@case
+def read_with_a_stateid_of_no_one(lab):
+    _, handle = lab.make()
+    return lab.client.read(handle, words(1) + bytes([7] * 12))[0]
+
+
+@case
+def read_of_a_directory(lab):
+    return lab.client.read(lab.dir)[0]
+
+
+@case
+def readdir_of_an_attribute_that_is_only_set(lab):
+    return lab.on(lab.dir, words(26) + long(0) + bytes(8) + words(4096, 4096) + bits(WRITE_ONLY))
+
+
+@case
+def readdir_of_an_empty_directory_with_the_least_room(lab):
+    return lab.on(lab.dir, words(26) + long(0) + bytes(8) + words(16, 16) + words(0))
+
+
+@case
+def readdir_with_too_little_room(lab):
+    return lab.on(lab.dir, words(26) + long(0) + bytes(8) + words(15, 15) + words(0))
+
+
+@case
+def readdir_of_a_file(lab):
+    _, handle = lab.make()
+    return lab.on(handle, words(26) + long(0) + bytes(8) + words(4096, 4096) + words(0))
+
+
+@case
+def readlink_of_a_file(lab):
+    _, handle = lab.make()
+    return lab.on(handle, words(27))
+
+
+@case
+def remove_of_a_directory_with_entries(lab):
+    directory = lab.special(2)
+    assert lab.on(directory, words(6, 2) + opaque(b"inside") + words(0, 0)) == OK
+    return lab.in_dir(words(28) + opaque(b"s"))[0]
+
+
+def rename(lab, old, new):
+    return lab.in_dir(words(32), words(29) + opaque(old) + opaque(new))
+
+
+@case
+def rename_onto_itself(lab):
+    lab.make()
+    before = lab.change()
+    status, _ = rename(lab, b"f", b"f")
+    assert lab.change() == before, "the directory has not been changed"
+    return status
+
+
+@case
+def rename_onto_another_name_of_the_file(lab):
+    _, handle = lab.make()
+    link = [words(22) + opaque(handle), words(32), words(22) + opaque(lab.dir), words(11) + opaque(b"g")]
+    assert lab.client.run(*link)[0] == OK
+    before = lab.change()
+    status, _ = rename(lab, b"f", b"g")
+    assert lab.change() == before and lab.find(b"f") == lab.find(b"g"), "nothing has been done"
+    return status
+
+
+@case
+def reply_that_is_too_long_to_be_kept(lab):
+    lab.make()
+    for n in range(8):
+        lab.put(b"%d" % n * 200)
+    listing = words(26) + long(0) + bytes(8) + words(1 << 16, 1 << 16) + bits(1, 4, 19, 20, 33, 36, 37)
+    operations = [words(15) + opaque(b"f")] + [words(22) + opaque(lab.dir), listing] * 20
+    client = lab.client
+    client.sequence += 1
+    sequence = words(53) + client.session + words(client.sequence, 0, 0, 1)
+    remove = words(28) + opaque(b"f")
+    status, _ = client.compound(sequence, words(22) + opaque(lab.dir), *operations, remove)
+    assert lab.find(b"f"), "the file has not been removed"
+    return status
+
+
+@case
+def request_longer_than_agreed(lab):
+    client = lab.client
+    limits = lambda longest: words(0, longest, 1 << 20, 4096, 64, 1, 0)
+    create = words(43) + client.id + words(client.create_sequence, 0) + limits(1024) + limits(4096) + words(0x40001234, 1, 0)
+    status, reply = client.compound(create)
+    assert status == OK
+    reply.fixed(8)
+    client.session, client.sequence = reply.fixed(16), 0
+    return client.run(*[words(22) + opaque(bytes(100))] * 20)[0]
+
+
+@case
+def setattr_of_an_attribute_that_is_only_read(lab):
+    return lab.on(lab.dir, words(34) + ANONYMOUS + bits(3) + opaque(long(0)))
+
+
+@case
+def verify_of_an_attribute_that_is_only_set(lab):
+    return lab.on(lab.dir, words(37) + bits(WRITE_ONLY) + opaque(words(0)))
+
+
+@case
+def verify_of_an_attribute_that_is_not_there(lab):
+    return lab.on(lab.dir, words(37) + bits(40) + opaque(words(0)))
+
+
+@case
+def nverify_of_what_is_so(lab):
+    return lab.on(lab.dir, words(17) + bits(1) + opaque(words(2)))
+
+
+@case
+def write_under_an_open_for_reading(lab):
+    lab.put()
+    _, stateid, handle, _ = lab.client.open(lab.dir, b"f")
+    return lab.client.write(handle, stateid, b"data")
+
+
+@case
+def write_without_a_stateid_to_a_file_that_denies_it(lab):
+    handle = lab.put()
+    other = lab.connect(b"denies " + lab.client.name)
+    assert other.open(lab.dir, b"f", access=READ, deny=WRITE)[0] == OK
+    return lab.client.write(handle, ANONYMOUS, b"data")
+
+
+if __name__ == "__main__":
+    at, share, minor = sys.argv[1], sys.argv[2].encode(), int(sys.argv[3])
+    for name in sys.argv[4:]:
+        status = CASES[name](Lab(at, minor, share, b"%s %d %s" % (share, minor, name.encode())))
+        print(name, status, flush=True)

@@ -1,0 +1,193 @@
+//! The table of operations and errors of NFS version 4: each case is run against a daemon, and the book's page is made of the table.
+
+#[path = "nfs/mod.rs"]
+mod nfs;
+mod support;
+
+use serde::Deserialize;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Write;
+use std::path::Path;
+use support::Lab;
+use support::disks::{Disks, ok, text};
+
+const TABLE: &str = include_str!("nfs/conformance.toml");
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Table {
+    operation: Vec<Operation>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Operation {
+    name: String,
+    number: u32,
+    versions: Vec<u32>,
+    absent: Option<String>,
+    sections: String,
+    #[serde(default)]
+    case: Vec<Case>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Case {
+    case: String,
+    given: String,
+    result: String,
+    rule: Option<String>,
+    versions: Option<Vec<u32>>,
+}
+
+/// Statuses by their names, without `NFS4ERR_` (RFC 8881, section 15.1).
+const STATUSES: [(&str, u32); 29] = [
+    ("OK", 0),
+    ("PERM", 1),
+    ("NOENT", 2),
+    ("ACCESS", 13),
+    ("EXIST", 17),
+    ("NOTDIR", 20),
+    ("ISDIR", 21),
+    ("INVAL", 22),
+    ("NOTEMPTY", 66),
+    ("BADHANDLE", 10_001),
+    ("TOOSMALL", 10_005),
+    ("SAME", 10_009),
+    ("DENIED", 10_010),
+    ("LOCKED", 10_012),
+    ("SHARE_DENIED", 10_015),
+    ("NOFILEHANDLE", 10_020),
+    ("STALE_STATEID", 10_023),
+    ("BAD_STATEID", 10_025),
+    ("SYMLINK", 10_029),
+    ("ATTRNOTSUPP", 10_032),
+    ("BADXDR", 10_036),
+    ("OPENMODE", 10_038),
+    ("OP_ILLEGAL", 10_044),
+    ("REQ_TOO_BIG", 10_065),
+    ("REP_TOO_BIG", 10_066),
+    ("REP_TOO_BIG_TO_CACHE", 10_067),
+    ("NOT_ONLY_OP", 10_081),
+    ("WRONG_TYPE", 10_083),
+    ("NOTSUPP", 10_004),
+];
+
+fn table() -> Table {
+    toml::from_str(TABLE).expect("the table of the conformance tests")
+}
+
+fn number_of(status: &str) -> u32 {
+    STATUSES.iter().find(|(name, _)| *name == status).unwrap_or_else(|| panic!("no status is named {status}")).1
+}
+
+fn versions_of<'a>(operation: &'a Operation, case: &'a Case) -> &'a [u32] {
+    case.versions.as_deref().unwrap_or(&operation.versions)
+}
+
+#[test]
+fn every_case_of_the_table_has_the_result_that_the_rfc_asks_for() {
+    let lab = Lab::new();
+    let (dir, state) = (lab.mkdir("shared"), lab.path("state"));
+    let share = format!("d={},squash=none", text(&dir));
+    let args = ["--quiet", "--share", &share, "--share", "m=mem:64M,squash=none", "--nfs", "127.0.0.1:0"];
+    let daemon = Disks::serve(&[&args[..], &["--state", text(&state)]].concat());
+    let (table, mut wrong) = (table(), Vec::new());
+    for (minor, share) in (0..=2).flat_map(|minor| ["d", "m"].map(|share| (minor, share))) {
+        let cases = table.operation.iter().flat_map(|op| op.case.iter().map(move |case| (op, case)));
+        let cases: Vec<_> = cases.filter(|(op, case)| versions_of(op, case).contains(&minor)).collect();
+        let names: BTreeSet<&str> = cases.iter().map(|(_, case)| &*case.case).collect();
+        assert_eq!(names.len(), cases.len(), "version 4.{minor}: one result for each case");
+        let script = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/nfs/conformance.py");
+        let (at, minor_text) = (daemon.at("nfs"), minor.to_string());
+        let args: Vec<&str> = ["-B", script, &at, share, &minor_text].into_iter().chain(names).collect();
+        let said = ok("/usr/bin/python3", &args);
+        let found: BTreeMap<&str, u32> =
+            said.lines().filter_map(|line| line.split_once(' ')).map(|(name, s)| (name, s.parse().unwrap())).collect();
+        for (op, case) in cases {
+            let status = found[&*case.case];
+            if status != number_of(&case.result) {
+                wrong
+                    .push(format!("4.{minor} of '{share}': {}: {}: {status}, not {}", op.name, case.case, case.result));
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "\n{}", wrong.join("\n"));
+    daemon.stop();
+}
+
+/// Every number is an operation of the table, of a minor version that has it, or illegal.
+#[test]
+fn operations_that_are_not_served_are_refused() {
+    const LAST: u32 = 80;
+    let lab = Lab::new();
+    let state = lab.path("state");
+    let args = ["--quiet", "--share", "m=mem:64M", "--nfs", "127.0.0.1:0", "--state", text(&state)];
+    let daemon = Disks::serve(&args);
+    let operations: BTreeMap<u32, Operation> = table().operation.into_iter().map(|op| (op.number, op)).collect();
+    for minor in 0..=2 {
+        let expected = |number: u32| match operations.get(&number) {
+            // Later versions know those of version 4.0 that they do not have.
+            Some(op) if op.versions == [0] && minor > 0 => Some("NOTSUPP"),
+            Some(op) if !op.versions.contains(&minor) => Some("OP_ILLEGAL"),
+            Some(op) => op.absent.as_ref().map(|_| "NOTSUPP"),
+            None => Some("OP_ILLEGAL"),
+        };
+        let expected: Vec<(u32, u32)> = (0..LAST).filter_map(|n| Some((n, number_of(expected(n)?)))).collect();
+        let numbers: Vec<String> = expected.iter().map(|(number, _)| number.to_string()).collect();
+        let script = r#"
+minor, *numbers = map(int, args)
+kind = Client40 if minor == 0 else Client
+client = kind(at, b"client", minor=minor)
+for number in numbers:
+    print(number, client.run(words(24), words(number) + bytes(64))[0])
+"#;
+        let minor = minor.to_string();
+        let args: Vec<&str> = [&*minor].into_iter().chain(numbers.iter().map(String::as_str)).collect();
+        let said = nfs::python(&daemon.at("nfs"), script, &args);
+        let said: Vec<(u32, u32)> = said
+            .lines()
+            .filter_map(|line| line.split_once(' '))
+            .map(|(number, status)| (number.parse().unwrap(), status.parse().unwrap()))
+            .collect();
+        assert_eq!(said, expected, "version 4.{minor}: number and status");
+    }
+    daemon.stop();
+}
+
+fn page() -> String {
+    let mut page = "# Operations and errors of NFS version 4\n\nThis page is made of the table that the tests run (`crates/thruway/tests/nfs/conformance.toml`): each row is tried against a directory and against\nmemory, for each minor version named. A result is the status of the operation, without `NFS4ERR_`.\n".to_string();
+    let listed = |versions: &[u32]| versions.iter().map(|v| format!("4.{v}")).collect::<Vec<_>>().join(", ");
+    for Operation { name, number, versions, absent, sections, case } in table().operation {
+        let of_operation = listed(&versions);
+        let _ = write!(page, "\n## {name}\n\nOperation {number}, version {of_operation} ({sections}).");
+        if let Some(why) = absent {
+            let _ = write!(page, " Not served: {why}.");
+        }
+        if case.is_empty() {
+            page.push('\n');
+            continue;
+        }
+        page.push_str("\n\n| given | result | versions | rule |\n|---|---|---|---|\n");
+        for Case { given, result, rule, versions: of_case, .. } in case {
+            let versions = of_case.as_deref().map_or_else(|| of_operation.clone(), listed);
+            let _ = writeln!(page, "| {given} | {result} | {versions} | {} |", rule.unwrap_or_default());
+        }
+    }
+    page
+}
+
+#[test]
+fn the_page_of_the_book_is_made_of_the_table() {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/src/nfs-conformance.md");
+    let page = page();
+    if std::env::var_os("THRUWAY_WRITE_DOCS").is_some() {
+        std::fs::write(&path, &page).unwrap();
+    }
+    let found = std::fs::read_to_string(&path).unwrap_or_default();
+    assert!(
+        found == page,
+        "docs/src/nfs-conformance.md: THRUWAY_WRITE_DOCS=1 cargo test -p thruway --test nfs_conformance"
+    );
+}
