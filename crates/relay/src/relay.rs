@@ -64,6 +64,9 @@ const RETRY_AFTER: Duration = Duration::from_secs(10);
 const PING_INTERVAL: Duration = Duration::from_secs(10);
 /// Messages of a link at a time.
 const TURN: usize = 16;
+
+/// Messages of a process, or new processes, that are taken before others have their turn.
+const LOCAL_TURN: usize = 64;
 /// How long there is nothing to do before what is not urgent is said.
 const LAZY: Duration = Duration::from_micros(30);
 /// How long that waits where there is always something to do.
@@ -320,7 +323,9 @@ impl State {
                 // It is looked at in any case.
                 DEVICE => {}
                 DOOR => {
-                    while let Some(socket) = self.door.accept(&self.about) {
+                    // What is left is there at the next look.
+                    for _ in 0..LOCAL_TURN {
+                        let Some(socket) = self.door.accept(&self.about) else { break };
                         let number = NUMBERS + u64::from(self.number());
                         self.watch(&socket, number);
                         self.clients.insert(number, socket);
@@ -334,10 +339,11 @@ impl State {
         Ok(did)
     }
 
-    /// What a process has said.
+    /// Takes messages of a process. One that says something without end does not keep the relay from its links and other processes.
     fn hear(&mut self, client: u64) -> bool {
         let mut did = false;
-        while let Some(said) = self.clients.get(&client).and_then(local::hear) {
+        for _ in 0..LOCAL_TURN {
+            let Some(said) = self.clients.get(&client).and_then(local::hear) else { break };
             did = true;
             match said {
                 Said::Wake => {}

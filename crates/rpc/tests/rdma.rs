@@ -1,5 +1,8 @@
 //! A program served over RDMA, to clients of iWARP in user space that keep the rules and to those that do not.
 
+#[path = "../../server/tests/support/flood.rs"]
+mod flood;
+
 use std::cell::RefCell;
 use std::net::SocketAddr;
 use std::ops::RangeInclusive;
@@ -69,7 +72,7 @@ fn start_with(reactors: &Reactors, design: Design) -> (Server, SocketAddr) {
         design,
         programs: Programs::new([Arc::new(Echo) as Arc<dyn Program>]),
         own_user_only: false,
-        connections_max: 16,
+        connections_max: 64,
     };
     let server = Server::start_rdma(config, reactors).unwrap();
     let Address::Tcp(address) = server.addresses()[0] else { panic!() };
@@ -110,6 +113,32 @@ impl Client {
     fn send(&mut self, message: &[u8]) {
         let stored = self.slots.store(message).expect("a free slot");
         self.slots.send(&self.qp, stored).unwrap();
+    }
+
+    /// Sends the same again and again, as fast as the send queue takes it, until told to stop or the connection has ended.
+    fn flood(mut self, what: &[u8], stop: &std::sync::atomic::AtomicBool) {
+        while !stop.load(std::sync::atomic::Ordering::Relaxed) {
+            while let Some(stored) = self.slots.store(what) {
+                if self.slots.send(&self.qp, stored).is_err() {
+                    return;
+                }
+            }
+            let mut completions = Vec::new();
+            if self.cq.poll(&mut completions, 64) == 0 {
+                if let Some(ConnectionEvent::Disconnected { .. }) = self.device.poll_event() {
+                    return;
+                }
+                self.device.wait(Some(Duration::from_millis(50))).unwrap();
+            }
+            for wc in completions {
+                if wc.status != Status::Success {
+                    return;
+                }
+                if let Completed::Received(received) = self.slots.complete(&wc) {
+                    self.slots.post_receive(&self.qp, received).unwrap();
+                }
+            }
+        }
     }
 
     /// The next message; `None` if the connection has ended.
@@ -216,6 +245,40 @@ fn items_go_by_chunks_of_many_pieces() {
         assert!(back == data, "{len}");
     }
     drop(client);
+    server.shut_down(HUNG);
+}
+
+#[test]
+fn floods_over_rdma_do_not_keep_others_from_being_served() {
+    const REACTORS: usize = 2;
+    let reactors = Reactors::start(Some(REACTORS)).unwrap();
+    let (server, address) = start(&reactors);
+    let call = [rpc(7, 1, 4), vec![1; 4]].concat();
+    let inline = message(7, Procedure::Message(Chunks::default()), &call);
+    // A reply to no call, and a call that is answered by an error of the transport.
+    let reply = [7_u32, 1, 0, 0, 0, 0].map(u32::to_be_bytes).concat();
+    let floods = [
+        ("calls", inline.clone()),
+        ("replies to no call", message(7, Procedure::Message(Chunks::default()), &reply)),
+        ("calls that make no sense", message(1, Procedure::NoMessage(Chunks::default()), &[])),
+    ];
+    for (name, what) in &floods {
+        flood::serves_others_during(
+            name,
+            2 * REACTORS,
+            |stop| {
+                while !stop.load(std::sync::atomic::Ordering::Relaxed) {
+                    // A peer that overruns the receives loses its connection, and makes another.
+                    Client::connect(address).flood(what, stop);
+                }
+            },
+            || Client::connect(address),
+            |client| {
+                client.send(&inline);
+                assert_eq!(client.reply().0.xid, 7);
+            },
+        );
+    }
     server.shut_down(HUNG);
 }
 
