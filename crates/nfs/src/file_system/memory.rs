@@ -195,7 +195,14 @@ impl FileSystem for MemoryFileSystem {
 
     /// There is nothing that data could be brought to.
     fn flush<'a>(&'a self, file: &'a FileId) -> Op<'a, Attributes> {
-        self.attributes(file)
+        ready(self.with(file, |tree, id| {
+            let attributes = self.attributes_of(tree.node(id)?);
+            match attributes.kind {
+                Kind::Regular => Ok(attributes),
+                Kind::Directory => Err(Errno::ISDIR),
+                _ => Err(Errno::INVAL),
+            }
+        }))
     }
 
     fn write_verifier(&self) -> u64 {

@@ -386,7 +386,9 @@ impl<'a> Compound<'a> {
                 Ok(())
             }
             op::RESTOREFH => {
-                self.current = Some(self.saved.clone().ok_or(Status::RESTOREFH)?);
+                // Later versions have another word for it (RFC 8881, section 18.27.3).
+                let nothing = if self.minor == 0 { Status::RESTOREFH } else { Status::NOFILEHANDLE };
+                self.current = Some(self.saved.clone().ok_or(nothing)?);
                 self.stateid = self.saved_stateid;
                 Ok(())
             }
@@ -414,9 +416,18 @@ impl<'a> Compound<'a> {
             op::LOCKT => self.test_lock(d).await,
             op::LOCKU => self.unlock(d, out),
 
-            op::READ => self.read(d, out).await,
-            op::WRITE => self.write(d, out).await,
-            op::COMMIT => self.commit(d, out).await,
+            op::READ => {
+                let done = self.read(d, out).await;
+                self.of_data(done).await
+            }
+            op::WRITE => {
+                let done = self.write(d, out).await;
+                self.of_data(done).await
+            }
+            op::COMMIT => {
+                let done = self.commit(d, out).await;
+                self.of_data(done).await
+            }
             op::SEEK => self.seek(d, out).await,
             op::ALLOCATE | op::DEALLOCATE => self.allocate(d, number == op::ALLOCATE).await,
             op::COPY => self.copy(d, out).await,

@@ -1,9 +1,9 @@
 //! Operations on the data of files.
 
-use super::compound::{Compound, Done, user};
+use super::compound::{Compound, Done, Failure, Object, user};
 use super::name_ops::Access;
 use super::status::Status;
-use crate::file_system::{Allocate, Seek, Stability};
+use crate::file_system::{Allocate, Kind, Seek, Stability};
 use crate::share::Target;
 use crate::state::Stateid;
 use rustix::io::Errno;
@@ -22,6 +22,22 @@ pub(super) fn check_range(at: u64, len: u64) -> Done {
 }
 
 impl Compound<'_> {
+    /// The outcome of an operation on data. Version 4.0 has one error for everything that has no data (RFC 7530, section 16.23.4); later
+    /// ones tell symbolic links from the rest (RFC 8881, section 18.22.3).
+    pub(super) async fn of_data(&self, done: Done) -> Done {
+        let kind = match (&done, self.object()) {
+            (Err(Failure { status: Status::INVAL, .. }), Ok(Object::File(target))) if self.minor > 0 => {
+                target.attributes().await.map(|attributes| attributes.kind)
+            }
+            _ => None,
+        };
+        match kind {
+            Some(Kind::SymbolicLink) => Err(Status::SYMLINK.into()),
+            Some(Kind::Regular | Kind::Directory) | None => done,
+            Some(_) => Err(Status::WRONG_TYPE.into()),
+        }
+    }
+
     /// Memory of the connection, if the compound has none of it yet: none waits for what another has.
     async fn memory(&self, len: usize) -> Done<Segment> {
         if self.reads == 0 {

@@ -6,7 +6,7 @@ use super::compound::{Compound, Done, Failure, Object, fsid, get_name, put_chang
 use super::status::Status;
 use crate::acl::{Ace, from_aces};
 use crate::delegations::Change;
-use crate::file_system::{Entry, Kind, Make, Rights, Room, SetAttributes, Usage};
+use crate::file_system::{Attributes, Entry, Kind, Make, Rights, Room, SetAttributes, Usage};
 use crate::share::{HandleError, Target};
 use crate::state::Stateid;
 use crate::users::Unavailable;
@@ -468,7 +468,15 @@ impl<'a> Compound<'a> {
         self.check_grace()?;
         let _changes = (from.change_entry(old).await?, to.change_entry(new).await?);
         let (from_before, to_before) = (from.attributes().await, to.attributes().await);
-        from.share.files.rename(&from.who, (&from.file, old), (&to.file, new)).await?;
+        let is_directory = |about: &Option<Attributes>| about.is_some_and(|about| about.kind == Kind::Directory);
+        let in_directories = is_directory(&from_before) && is_directory(&to_before);
+        let renamed = from.share.files.rename(&from.who, (&from.file, old), (&to.file, new)).await;
+        renamed.map_err(|error| match error {
+            // What has the new name is of another type, or has entries (RFC 8881, section 18.26.3).
+            Errno::ISDIR | Errno::NOTEMPTY => Errno::EXIST,
+            Errno::NOTDIR if in_directories => Errno::EXIST,
+            error => error,
+        })?;
         put_change_info(out, from_before.as_ref(), from.attributes().await.as_ref());
         put_change_info(out, to_before.as_ref(), to.attributes().await.as_ref());
         Ok(())

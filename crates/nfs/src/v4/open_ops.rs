@@ -301,8 +301,8 @@ impl<'a> Compound<'a> {
 
     /// DELEGRETURN
     pub(super) fn give_back(&mut self, d: &mut Decoder<'_>) -> Done {
-        let (stateid, client) = (self.get_stateid(d)?, self.client()?);
-        let file = self.target()?.key();
+        let stateid = self.get_stateid(d)?;
+        let (client, file) = (self.client_with(stateid)?, self.target()?.key());
         self.server.state(|state, _| state.give_back(client, stateid, &file))?;
         self.server.given_back.notify_waiters();
         Ok(())
