@@ -67,7 +67,7 @@ fn within(modes: Modes) -> u16 {
 /// All modes of some combinations.
 fn union(combinations: u16) -> Modes {
     let all = (0..16_u32).filter(|bit| combinations >> bit & 1 == 1);
-    all.fold((0, 0), |(access, deny), bit| (access | bit / 4, deny | bit % 4))
+    all.fold((0, 0), |(access, deny), bit| (access | (bit / 4), deny | (bit % 4)))
 }
 
 /// An owner of locks in a file.
