@@ -9,6 +9,7 @@ use rustix::fs::{Mode, OFlags};
 use std::ffi::{OsStr, OsString};
 use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -347,14 +348,20 @@ fn check_overlap(args: &CpArgs, local: &[(PathBuf, Vec<u8>)], target: &Path) -> 
             false => destination.clone(),
         };
         let real = std::fs::canonicalize(&goes_to).unwrap_or(goes_to);
-        if source == real {
-            return Err(format!("'{}' and '{}' are the same", path.display(), real.display()));
+        if source == real || is_one_file(&source, &real) {
+            return Err(format!("'{}' and '{}' are the same file", shown(path), shown(&real)));
         }
         if args.delete && source.starts_with(&real) {
             return Err(format!("'{}' is inside '{}', where --delete would remove it", path.display(), real.display()));
         }
     }
     Ok(())
+}
+
+/// Whether two paths are names of one file or directory.
+fn is_one_file(a: &Path, b: &Path) -> bool {
+    let identity = |path: &Path| path.metadata().map(|m| (m.dev(), m.ino()));
+    identity(a).is_ok_and(|a| identity(b).is_ok_and(|b| a == b))
 }
 
 /// Sources of one name would overwrite each other; directories of one name become one.

@@ -351,15 +351,9 @@ fn the_peer_is_started_through_ssh() {
     let lab = Lab::new();
     let source = lab.mkdir("source");
     awkward_tree(&source);
-    // An ssh that runs the command here: what the real one does after logging in.
-    let fake = lab.path("ssh");
-    fs::write(&fake, "#!/bin/sh\n[ \"$1\" = -- ] && shift\nshift\nexec sh -c \"$*\"\n").unwrap();
-    fs::set_permissions(&fake, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
     let target = lab.mkdir("target");
     let run = |list: Vec<OsString>| {
-        let mut command = thruway(lab.dir.path());
-        command.env("THRUWAY_SSH", &fake).env("THRUWAY_REMOTE", THRUWAY).args(["cp", "--json", "-rp"]).args(list);
-        let out = command.output().unwrap();
+        let out = with_fake_ssh(&lab).args(["cp", "--json", "-rp"]).args(list).output().unwrap();
         assert!(out.status.success(), "{}", stderr(&out));
     };
     let mut there = OsString::from("localhost:");

@@ -584,6 +584,70 @@ fn a_device_or_pipe_at_the_destination_is_not_replaced() {
 }
 
 #[test]
+fn a_link_to_a_device_pipe_or_socket_is_refused_as_the_destination() {
+    let lab = Lab::new();
+    let (target, source) = (lab.mkdir("target"), lab.mkdir("source"));
+    write(source.join("to-pipe"), "content");
+    assert!(Command::new("mkfifo").arg(target.join("pipe")).status().unwrap().success());
+    assert!(Command::new("mknod").arg(target.join("null")).args(["c", "1", "3"]).status().unwrap().success());
+    let _socket = std::os::unix::net::UnixListener::bind(target.join("socket")).unwrap();
+    for what in ["pipe", "null", "socket"] {
+        symlink(what, target.join(format!("to-{what}"))).unwrap();
+    }
+    // As /dev/stdout, whatever that is at the moment.
+    symlink("/proc/self/fd/1", target.join("to-stdout")).unwrap();
+    let (daemon, from) = (lab.serve(&target), lab.serve(&source));
+    let file = source.join("to-pipe");
+    let mut at_ssh = OsString::from("localhost:");
+    at_ssh.push(&target);
+    let refused = |list: Vec<OsString>| {
+        let out = with_fake_ssh(&lab).args(["cp", "--json"]).args(&list).output().unwrap();
+        assert_eq!(out.status.code(), Some(1), "{list:?} {}", stderr(&out));
+        assert!(stderr(&out).contains("destination is a link to "), "{}", stderr(&out));
+    };
+    for what in ["to-pipe", "to-null", "to-socket", "to-stdout"] {
+        let mut by_ssh = at_ssh.clone();
+        by_ssh.push(format!("/{what}"));
+        for option in ["-r", "-rp", "-rn"] {
+            refused(args(&[&option, &file, &target.join(what)]));
+            refused(args(&[&option, &source, &target.join(what)]));
+            refused(args(&[&option, &from.url("e/to-pipe"), &target.join(what)]));
+            refused(args(&[&option, &file, &by_ssh]));
+            if what != "to-stdout" {
+                refused(args(&[&option, &file, &daemon.url(&format!("e/{what}"))]));
+            }
+        }
+        assert!(fs::symlink_metadata(target.join(what)).unwrap().is_symlink(), "{what}");
+    }
+    // By the name of the source, too.
+    refused(args(&[&file, &slash(&target)]));
+    refused(args(&[&file, &daemon.url("e/")]));
+    refused(args(&[&from.url("e/to-pipe"), &target]));
+    // A link takes the place of a link, and below the destination links are entries of the tree.
+    symlink("elsewhere", source.join("to-null")).unwrap();
+    cp(&lab, &args(&[&"-r", &"--exclude", &"to-pipe", &slash(&source), &target]));
+    assert_eq!(fs::read_link(target.join("to-null")).unwrap(), Path::new("elsewhere"));
+    fs::create_dir(target.join("source")).unwrap();
+    symlink("../pipe", target.join("source/to-pipe")).unwrap();
+    cp(&lab, &args(&[&"-r", &source, &target]));
+    assert!(fs::symlink_metadata(target.join("source/to-pipe")).unwrap().is_file());
+}
+
+#[test]
+fn a_hard_link_of_the_source_is_the_same_file() {
+    let lab = Lab::new();
+    write(lab.path("f"), "content");
+    fs::hard_link(lab.path("f"), lab.path("hl")).unwrap();
+    fs::hard_link(lab.path("f"), lab.mkdir("d").join("f")).unwrap();
+    for target in ["hl", "d"] {
+        let out = try_cp(&lab, &args(&[&lab.path("f"), &lab.path(target)]));
+        assert_eq!(out.status.code(), Some(1));
+        assert!(stderr(&out).contains("are the same file"), "{}", stderr(&out));
+    }
+    assert_eq!(fs::metadata(lab.path("hl")).unwrap().nlink(), 3);
+}
+
+#[test]
 fn local_names_mean_what_they_are() {
     let lab = Lab::new();
     write(lab.path("f"), "content");

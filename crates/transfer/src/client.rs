@@ -330,7 +330,14 @@ fn attempt(
     let prepared = match &job.local {
         Local::Directory(root) => {
             let names = Some(job.sources.iter().map(|s| s.name.clone()).collect());
-            let target = Target { root: root.clone(), job: job.id, names, trust: Trust::Operator, replace: true };
+            let target = Target {
+                root: root.clone(),
+                job: job.id,
+                names,
+                trust: Trust::Operator,
+                replace: true,
+                confined: false,
+            };
             Some(Prepared::new(target, &options)?)
         }
         Local::Sources(_) => None,

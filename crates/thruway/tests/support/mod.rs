@@ -109,6 +109,16 @@ pub(crate) fn thruway(home: &Path) -> Command {
     command
 }
 
+/// A `thruway` command with an ssh that runs the other host's command here, as the real one does after the login.
+pub(crate) fn with_fake_ssh(lab: &Lab) -> Command {
+    let fake = lab.path("ssh");
+    fs::write(&fake, "#!/bin/sh\n[ \"$1\" = -- ] && shift\nshift\nexec sh -c \"$*\"\n").unwrap();
+    fs::set_permissions(&fake, fs::Permissions::from_mode(0o755)).unwrap();
+    let mut command = thruway(lab.dir.path());
+    command.env("THRUWAY_SSH", &fake).env("THRUWAY_REMOTE", THRUWAY);
+    command
+}
+
 /// Runs `thruway cp --json` and returns its result, insisting on success.
 pub(crate) fn cp<S: AsRef<OsStr>>(lab: &Lab, args: &[S]) -> serde_json::Value {
     let out = try_cp(lab, args);

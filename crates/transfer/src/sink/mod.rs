@@ -108,6 +108,8 @@ pub struct Target {
     pub trust: Trust,
     /// What is there may be replaced.
     pub replace: bool,
+    /// Links in the root directory are resolved beneath it only.
+    pub confined: bool,
 }
 
 /// A sink that is ready to run: the journal has been read.
@@ -121,8 +123,18 @@ impl Prepared {
     /// Reads what an earlier attempt at the same job left.
     ///
     /// # Errors
-    /// [`SessionError::Local`] if the journal is there but cannot be read.
+    /// [`SessionError::Local`] if the journal is there but cannot be read, or if the only entry to be made is a device,
+    /// or a link to one, now.
     pub fn new(target: Target, options: &TreeOptions) -> Result<Prepared, SessionError> {
+        if let (Some(root), Some([name])) = (&target.root, target.names.as_deref())
+            && !name.is_empty()
+        {
+            // Before any data is sent.
+            let checked = std::ffi::CString::new(&**name).map_err(std::io::Error::from);
+            checked
+                .and_then(|name| tree::check_destination(root, &name, target.confined))
+                .map_err(|e| LocalError::io(crate::escape(name), e))?;
+        }
         let (mut journal, mut earlier) = (None, Earlier::default());
         if let Some(root) = target.root.as_ref().filter(|_| !options.dry_run) {
             match open_journal(root, &target.job)? {
@@ -188,6 +200,7 @@ pub fn run(
         delete: clears_directories(options),
         trust: target.trust,
         replace: target.replace,
+        confined: target.confined,
     };
     let tree_root = Arc::clone(&root);
     let tree = Arc::new(Tree::new(root, manner));

@@ -4,19 +4,70 @@ use super::names::temp_name;
 use super::{Place, Tree};
 use crate::sink::attributes::{Shortcomings, Trust, Unopened};
 use crate::wire::Meta;
-use rustix::fs::{AtFlags, FileType, Mode, RenameFlags, Stat};
+use rustix::fs::{AtFlags, FileType, Mode, OFlags, RenameFlags, ResolveFlags, Stat};
 use rustix::io::Errno;
 use std::ffi::{CStr, CString};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
 use thruway_fs::Identity;
-use thruway_fs::beneath::split;
+use thruway_fs::beneath::{self, Links, split};
 use thruway_fs::identity::nanoseconds;
 use thruway_fs::remove::{NEVER, Remover};
 
 /// Entries of a session that are known as its own; of later ones it is not noticed that two names are one here.
 const OURS_MAX: usize = 8 << 20;
+
+/// Refuses a destination that is a symbolic link to a device, a pipe or a socket, or to a file that a process has
+/// open (`/dev/stdout`): replacing the link would write nothing to what it stands for. `confined`: a link is resolved
+/// beneath `dir` only, and one that leads out of it counts as dangling.
+///
+/// # Errors
+/// [`io::ErrorKind::AlreadyExists`] with the reason.
+pub(crate) fn check_destination(dir: impl AsFd, name: &CStr, confined: bool) -> io::Result<()> {
+    if !rustix::fs::statat(&dir, name, AtFlags::SYMLINK_NOFOLLOW).is_ok_and(|stat| is_link(&stat)) {
+        return Ok(());
+    }
+    let refuse = |what: &str| {
+        let why = format!("destination is a link to {what}; thruway does not replace it");
+        Err(io::Error::new(io::ErrorKind::AlreadyExists, why))
+    };
+    let resolved = match confined {
+        true => beneath::open(&dir, name.to_bytes(), OFlags::PATH, Links::Inside),
+        false => {
+            let flags = OFlags::PATH | OFlags::CLOEXEC;
+            match rustix::fs::openat2(&dir, name, flags, Mode::empty(), ResolveFlags::NO_MAGICLINKS) {
+                Err(Errno::LOOP) if rustix::fs::openat(&dir, name, flags, Mode::empty()).is_ok() => {
+                    return refuse("an open file of a process");
+                }
+                other => other,
+            }
+        }
+    };
+    // A dangling link is replaced as one to a file is.
+    let Ok(stat) = resolved.and_then(rustix::fs::fstat) else { return Ok(()) };
+    match FileType::from_raw_mode(stat.st_mode) {
+        FileType::BlockDevice | FileType::CharacterDevice => refuse("a device"),
+        FileType::Fifo => refuse("a named pipe"),
+        FileType::Socket => refuse("a socket"),
+        _ => Ok(()),
+    }
+}
+
+fn is_link(stat: &Stat) -> bool {
+    FileType::from_raw_mode(stat.st_mode) == FileType::Symlink
+}
+
 impl Tree {
+    /// Applies [`check_destination`] to a link in the root directory: below it links are part of the tree that is
+    /// replaced.
+    fn check_link(&self, place: &Place) -> io::Result<()> {
+        if !Arc::ptr_eq(&place.dir, &self.root) {
+            return Ok(());
+        }
+        check_destination(&place.dir, &place.name, self.manner.confined)
+    }
+
     /// From now on, the entry is known as one that this session has put in place, or found as it should be.
     pub(crate) fn remember(&self, dir: impl AsFd, name: &CStr) {
         if let Ok((identity, stat)) = Identity::of(dir, name) {
@@ -78,7 +129,12 @@ impl Tree {
             FileType::Fifo | FileType::Socket if !special && !self.manner.preserve => {
                 refuse("a named pipe or socket is in the way; remove it first (-p replaces it)")
             }
-            _ => Ok(rustix::fs::unlinkat(&place.dir, &place.name, AtFlags::empty())?),
+            kind => {
+                if kind == FileType::Symlink {
+                    self.check_link(place)?;
+                }
+                Ok(rustix::fs::unlinkat(&place.dir, &place.name, AtFlags::empty())?)
+            }
         }
     }
 
@@ -127,7 +183,12 @@ impl Tree {
         if of(&to).is_ok_and(|there| of(&from).is_ok_and(|target| target == there)) {
             return Ok(());
         }
-        self.replace(path, &to, true, |dir, name| {
+        let linked = rustix::fs::statat(&from.dir, &from.name, AtFlags::SYMLINK_NOFOLLOW)?;
+        let special = !FileType::from_raw_mode(linked.st_mode).is_file();
+        if !special {
+            self.check_link(&to)?;
+        }
+        self.replace(path, &to, special, |dir, name| {
             rustix::fs::linkat(&from.dir, &from.name, dir, name, AtFlags::empty())
         })
     }
@@ -243,7 +304,8 @@ impl Tree {
                 open.iter().for_each(|open| self.sync_if_by_file(open));
                 Ok(())
             }
-            FileType::RegularFile | FileType::Symlink => Ok(()),
+            FileType::RegularFile => Ok(()),
+            FileType::Symlink => self.check_link(place),
             _ => self.clear_way(place, stat, false),
         }
     }

@@ -8,6 +8,7 @@ mod durability;
 mod entries;
 mod names;
 
+pub(crate) use entries::check_destination;
 pub(crate) use names::{JOURNAL_PREFIX, JOURNAL_SUFFIX, is_own_name, temp_name};
 
 use super::attributes::{Shortcomings, Told, Trust};
@@ -37,6 +38,8 @@ pub(crate) struct Manner {
     pub(crate) delete: bool,
     /// What is there may be replaced.
     pub(crate) replace: bool,
+    /// Links in the root directory are resolved beneath it only.
+    pub(crate) confined: bool,
     pub(crate) trust: Trust,
 }
 

@@ -5,7 +5,7 @@ use std::path::Path;
 use thruway_fs::remove::NEVER;
 
 fn tree_with(dir: &Path, preserve: bool, delete: bool, trust: Trust) -> Tree {
-    Tree::new(Arc::new(fs::File::open(dir).unwrap().into()), Manner { preserve, delete, replace: true, trust })
+    Tree::new(Arc::new(fs::File::open(dir).unwrap().into()), Manner { preserve, delete, replace: true, confined: false, trust })
 }
 
 fn tree(dir: &Path) -> Tree {
