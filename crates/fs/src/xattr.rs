@@ -87,6 +87,13 @@ pub fn write(fd: BorrowedFd<'_>, attribute: &[u8], value: &[u8]) -> io::Result<(
     Ok(rustix::fs::setxattr(path_of(fd, c""), &attribute, value, XattrFlags::empty())?)
 }
 
+/// Whether what is open has an attribute of this value.
+pub fn has(fd: BorrowedFd<'_>, attribute: &[u8], value: &[u8]) -> bool {
+    let Ok(attribute) = CString::new(attribute) else { return false };
+    let mut present = vec![0; value.len() + 1];
+    rustix::fs::getxattr(path_of(fd, c""), &attribute, present.as_mut_slice()).is_ok_and(|len| present[..len] == *value)
+}
+
 /// Gives an open file the access control list of an entry of a directory, if that has one. Best effort.
 pub fn copy_acl(dir: BorrowedFd<'_>, from: &CStr, to: BorrowedFd<'_>) {
     const ACL: &CStr = c"system.posix_acl_access";

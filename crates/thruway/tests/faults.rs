@@ -567,7 +567,8 @@ fn a_daemon_that_has_become_another_user_has_that_users_rights() {
     }
     let out = try_cp(&lab, &args(&[&daemon.url("e/roots"), &lab.path("stolen")]));
     assert!(stderr(&out).contains("Permission denied"), "{}", stderr(&out));
-    cp(&lab, &args(&[&"-p", &lab.path("mine"), &daemon.url("e/pub/copy")]));
+    let out = try_cp(&lab, &args(&[&"-p", &lab.path("mine"), &daemon.url("e/pub/copy")]));
+    assert!(out.status.code() == Some(1) && stderr(&out).contains("set-user-ID bit not kept"), "{}", stderr(&out));
     let copy = fs::metadata(served.join("pub/copy")).unwrap();
     assert!(copy.uid() != 0 && copy.mode() & 0o7000 == 0);
     let out = thruway(lab.dir.path()).arg("serve").args(args_of("no-such-user")).output().unwrap();

@@ -648,6 +648,63 @@ fn a_hard_link_of_the_source_is_the_same_file() {
 }
 
 #[test]
+fn attributes_that_cannot_be_kept_are_named() {
+    let lab = Lab::new();
+    mode(lab.dir.path(), 0o755);
+    let (source, served) = (lab.mkdir("source"), lab.mkdir("served"));
+    for name in ["set-id", "capable", "marked"] {
+        write(source.join(name), name);
+    }
+    let attribute = |name: &str, value: &str, path: &Path| {
+        assert!(Command::new("setfattr").args(["-n", name, "-v", value]).arg(path).status().unwrap().success());
+    };
+    attribute("security.capability", "0x0100000200040000000000000000000000000000", &source.join("capable"));
+    attribute("trusted.mark", "x", &source.join("marked"));
+    mode(source.join("set-id"), 0o4755);
+    fs::create_dir(source.join("group")).unwrap();
+    mode(source.join("group"), 0o2777);
+    let insists = |out: std::process::Output, expected: &[&str], copy: &Path| {
+        let said = stderr(&out);
+        assert_eq!(out.status.code(), Some(1), "{said}");
+        for expected in expected {
+            assert!(said.contains(expected), "'{expected}' is missing:\n{said}");
+        }
+        for name in ["set-id", "capable", "marked", "group"] {
+            assert!(copy.join(name).exists() && mode_of(copy.join(name)) & 0o6000 == 0, "{name}");
+        }
+        // Nothing of it may pass, so nothing waits for another attempt.
+        let left: Vec<_> = fs::read_dir(copy.parent().unwrap()).unwrap().map(|e| e.unwrap().file_name()).collect();
+        assert!(!left.iter().any(|name| name.as_bytes().ends_with(b".journal")), "{left:?}");
+    };
+    let common =
+        ["set-id: set-user-ID bit not kept", "group: set-group-ID bit not kept", "capable: extended attribute"];
+    // An ordinary user, who does not see what is trusted.
+    let program = lab.program_for_all();
+    let home = lab.mkdir("home");
+    std::os::unix::fs::chown(&home, Some(NOBODY), Some(NOBODY)).unwrap();
+    for _ in 0..2 {
+        let mut command = Command::new(&program);
+        std::os::unix::process::CommandExt::uid(std::os::unix::process::CommandExt::gid(&mut command, NOBODY), NOBODY);
+        command.env("XDG_CONFIG_HOME", &home).args(["cp", "--json", "-rp"]).arg(slash(&source)).arg(home.join("copy"));
+        insists(command.output().unwrap(), &common, &home.join("copy"));
+    }
+    // A key without the privilege, at a daemon that could.
+    let key = lab.path("key");
+    assert!(thruway(lab.dir.path()).args(["keygen", "--quiet", "--output"]).arg(&key).status().unwrap().success());
+    let authorized = lab.path("authorized");
+    fs::copy(key.with_extension("pub"), &authorized).unwrap();
+    let daemon = Daemon::start(&[
+        OsStr::new("--authorized-keys"),
+        authorized.as_os_str(),
+        OsStr::new("--export"),
+        &export("e", &served, ""),
+    ]);
+    let out = try_cp(&lab, &args(&[&"-rp", &"--key", &key, &slash(&source), &daemon.url("e/copy")]));
+    let expected = [&common[..], &["marked: extended attribute trusted.mark not kept", "'privileged'"]].concat();
+    insists(out, &expected, &served.join("copy"));
+}
+
+#[test]
 fn local_names_mean_what_they_are() {
     let lab = Lab::new();
     write(lab.path("f"), "content");

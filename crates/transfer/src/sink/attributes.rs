@@ -24,6 +24,13 @@ pub enum Trust {
 /// Seconds in which no file system counts more coarsely (vfat: two).
 const TIME_STEP: u64 = 2;
 
+/// Set-user-ID and set-group-ID.
+const SET_ID: u32 = 0o6000;
+/// File capabilities.
+const CAPABILITIES: &[u8] = b"security.capability";
+/// Why a daemon does not keep an attribute.
+const PRIVILEGED: &str = "this needs a key with the 'privileged' option";
+
 /// Shortcomings of the whole target, told once and not for every file.
 #[derive(Default)]
 pub(super) struct Told {
@@ -31,6 +38,7 @@ pub(super) struct Told {
     no_owners: AtomicBool,
     no_times: AtomicBool,
     no_modes: AtomicBool,
+    no_labels: AtomicBool,
 }
 
 /// Attributes of an entry that could not be kept. The entry itself is in place.
@@ -38,12 +46,19 @@ pub(super) struct Told {
 pub(crate) struct Shortcomings {
     /// Sentences; what has been told for the whole target is not told again.
     pub(super) told: Vec<String>,
+    /// Sentences about what this user or key may never set here: trying again does not help.
+    pub(super) refused: Vec<String>,
     any: bool,
 }
 
 impl Shortcomings {
     pub(super) fn push(&mut self, sentence: String) {
         self.told.push(sentence);
+        self.any = true;
+    }
+
+    fn refuse(&mut self, sentence: String) {
+        self.refused.push(sentence);
         self.any = true;
     }
 
@@ -115,8 +130,7 @@ impl Tree {
         match (self.manner.preserve, self.manner.trust) {
             (false, _) => meta.mode & 0o777 & !self.umask,
             (true, Trust::Operator) => meta.mode & 0o7777,
-            (true, Trust::Peer) if FileType::from_raw_mode(meta.mode).is_dir() => meta.mode & 0o1777,
-            (true, Trust::Peer) => meta.mode & 0o777,
+            (true, Trust::Peer) => meta.mode & 0o1777,
         }
     }
 
@@ -149,13 +163,12 @@ impl Tree {
                 let _ = rustix::fs::fchown(fd, None, Some(gid));
             }
         }
-        let (acls, others): (Vec<_>, Vec<_>) = meta
-            .xattrs
-            .iter()
-            .filter(|(name, _)| self.manner.preserve && self.may_set(name))
-            .partition(|(name, _)| name.starts_with(b"system."));
+        let (acls, others): (Vec<_>, Vec<_>) =
+            meta.xattrs.iter().filter(|_| self.manner.preserve).partition(|(name, _)| name.starts_with(b"system."));
         self.write_xattrs(&mut short, fd, &others);
-        if !mode_is_right && let Err(e) = self.set_mode(fd, meta) {
+        if mode_is_right {
+            self.tell_set_id(&mut short, meta, self.mode(meta));
+        } else if let Err(e) = self.set_mode(&mut short, fd, meta) {
             short.push(format!("mode {:o}: {e}", self.mode(meta)));
         }
         // Behind the mode, which they are finer than.
@@ -167,9 +180,9 @@ impl Tree {
     }
 
     /// Set-id bits only go to files that have the owner and group they were meant for.
-    fn set_mode(&self, fd: BorrowedFd<'_>, meta: &Meta) -> io::Result<()> {
+    fn set_mode(&self, short: &mut Shortcomings, fd: BorrowedFd<'_>, meta: &Meta) -> io::Result<()> {
         let mut mode = self.mode(meta);
-        if self.manner.preserve && mode & 0o6000 != 0 {
+        if self.manner.preserve && mode & SET_ID != 0 {
             let stat = rustix::fs::fstat(fd)?;
             if stat.st_uid != meta.uid {
                 mode &= !0o4000;
@@ -178,7 +191,26 @@ impl Tree {
                 mode &= !0o2000;
             }
         }
+        self.tell_set_id(short, meta, mode);
         Ok(rustix::fs::fchmod(fd, Mode::from_raw_mode(mode))?)
+    }
+
+    /// Reports set-id bits of the source that are not in `mode`.
+    fn tell_set_id(&self, short: &mut Shortcomings, meta: &Meta, mode: u32) {
+        let lost = meta.mode & SET_ID & !mode;
+        if !self.manner.preserve || lost == 0 {
+            return;
+        }
+        let bits = match lost {
+            SET_ID => "set-user-ID and set-group-ID bits",
+            0o4000 => "set-user-ID bit",
+            _ => "set-group-ID bit",
+        };
+        let why = match self.manner.trust {
+            Trust::Operator => "the copy has another owner or group",
+            Trust::Peer => PRIVILEGED,
+        };
+        short.refuse(format!("{bits} not kept: {why}"));
     }
 
     /// Applies attributes to a symbolic link or special file that was just made under this name.
@@ -202,16 +234,16 @@ impl Tree {
             self.tell_owner(&mut short, e.into());
         }
         // The umask took bits away; a link has none.
-        if kind != FileType::Symlink
-            && let Err(e) = entry.chmod(self.mode(meta))
-        {
-            short.push(format!("mode {:o}: {}", self.mode(meta), io::Error::from(e)));
+        if kind != FileType::Symlink {
+            if let Err(e) = entry.chmod(self.mode(meta)) {
+                short.push(format!("mode {:o}: {}", self.mode(meta), io::Error::from(e)));
+            }
+            self.tell_set_id(&mut short, meta, self.mode(meta));
         }
         if !self.manner.preserve {
             return short;
         }
-        let allowed: Vec<_> = meta.xattrs.iter().filter(|(name, _)| self.may_set(name)).collect();
-        self.write_xattrs(&mut short, entry.as_fd(), &allowed);
+        self.write_xattrs(&mut short, entry.as_fd(), &meta.xattrs.iter().collect::<Vec<_>>());
         self.set_times(&mut short, meta, |times| entry.set_times(times), entry.as_fd());
         short
     }
@@ -272,16 +304,21 @@ impl Tree {
         }
     }
 
+    /// Whether the peer may have an attribute set: those of a file's owner give nobody rights.
     fn may_set(&self, name: &[u8]) -> bool {
-        name.starts_with(b"user.")
-            || name.starts_with(b"system.posix_acl_")
-            || (self.privileged && self.manner.trust == Trust::Operator)
+        self.manner.trust == Trust::Operator || name.starts_with(b"user.") || name.starts_with(b"system.posix_acl_")
     }
 
     fn write_xattrs(&self, short: &mut Shortcomings, fd: BorrowedFd<'_>, attributes: &[&(Vec<u8>, Vec<u8>)]) {
         for (attribute, value) in attributes {
-            let Err(e) = thruway_fs::xattr::write(fd, attribute, value) else { continue };
-            if e.raw_os_error() != Some(libc::ENOTSUP) {
+            let written = match self.may_set(attribute) {
+                true => thruway_fs::xattr::write(fd, attribute, value),
+                false => Err(io::Error::from_raw_os_error(libc::EPERM)),
+            };
+            let Err(e) = written else { continue };
+            if matches!(e.raw_os_error(), Some(libc::EPERM | libc::EACCES)) {
+                self.tell_refused(short, fd, attribute, value, &e);
+            } else if e.raw_os_error() != Some(libc::ENOTSUP) {
                 short.push(format!("extended attribute {}: {e}", crate::escape(attribute)));
             } else if self.told.no_attributes.swap(true, Ordering::Relaxed) {
                 short.any = true;
@@ -292,6 +329,29 @@ impl Tree {
                     crate::escape(namespace)
                 ));
             }
+        }
+    }
+
+    /// Reports an attribute that may not be set, unless the entry has it already. Security modules give every entry a
+    /// label: these are reported once.
+    fn tell_refused(
+        &self,
+        short: &mut Shortcomings,
+        fd: BorrowedFd<'_>,
+        attribute: &[u8],
+        value: &[u8],
+        error: &io::Error,
+    ) {
+        if thruway_fs::xattr::has(fd, attribute, value) {
+            return;
+        }
+        if attribute.starts_with(b"security.") && attribute != CAPABILITIES {
+            return self.tell_once(short, &self.told.no_labels, "security labels");
+        }
+        let attribute = crate::escape(attribute);
+        match self.manner.trust {
+            Trust::Operator => short.refuse(format!("extended attribute {attribute} not kept: {error}")),
+            Trust::Peer => short.refuse(format!("extended attribute {attribute} not kept: {PRIVILEGED}")),
         }
     }
 

@@ -158,6 +158,9 @@ impl Files {
         for message in short.told {
             self.report(path, ReportKind::Incomplete, message);
         }
+        for message in short.refused {
+            self.report(path, ReportKind::Unsupported, message);
+        }
     }
 
     fn in_flight(&self) -> MutexGuard<'_, HashSet<Key>> {

@@ -291,7 +291,7 @@ pub enum ReportKind {
     Incomplete,
     /// A directory could not be listed to its end, or an entry looked at: what it holds is not known.
     NotListed,
-    /// It was not copied, and will not be however often the same is asked for.
+    /// It, or an attribute of it, was not copied, and a repeated attempt will not copy it either.
     Unsupported,
     /// It was left out on purpose, as no part of the data: nothing has failed.
     LeftOut,

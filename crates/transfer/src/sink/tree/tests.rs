@@ -5,7 +5,10 @@ use std::path::Path;
 use thruway_fs::remove::NEVER;
 
 fn tree_with(dir: &Path, preserve: bool, delete: bool, trust: Trust) -> Tree {
-    Tree::new(Arc::new(fs::File::open(dir).unwrap().into()), Manner { preserve, delete, replace: true, confined: false, trust })
+    Tree::new(
+        Arc::new(fs::File::open(dir).unwrap().into()),
+        Manner { preserve, delete, replace: true, confined: false, trust },
+    )
 }
 
 fn tree(dir: &Path) -> Tree {
@@ -123,7 +126,10 @@ fn a_peer_gives_nobody_rights() {
         )],
         ..Meta::default()
     };
-    assert_eq!(tree.apply(handle.as_fd(), &meta, false), Shortcomings::default());
+    let short = tree.apply(handle.as_fd(), &meta, false);
+    let said = |what: &str| short.refused.iter().any(|sentence| sentence.contains(what));
+    assert!(said("set-user-ID and set-group-ID bits") && said("security.capability"), "{short:?}");
+    assert!(short.told.is_empty(), "{short:?}");
     let stat = handle.metadata().unwrap();
     assert_eq!((stat.mode() & 0o7777, stat.uid()), (0o755, rustix::process::geteuid().as_raw()));
     assert_eq!(rustix::fs::flistxattr(&handle, &mut [0; 100]).unwrap(), 0);
@@ -143,10 +149,11 @@ fn set_id_bits_go_only_to_the_owner_they_were_meant_for() {
     let ours = handle.metadata().unwrap();
     let meta = |uid, gid| Meta { mode: 0o106_755, uid, gid, ..Meta::default() };
     let mode = || handle.metadata().unwrap().mode() & 0o7777;
-    tree.apply(handle.as_fd(), &meta(ours.uid() + 1, ours.gid()), false);
+    let short = tree.apply(handle.as_fd(), &meta(ours.uid() + 1, ours.gid()), false);
     assert_eq!(mode() & 0o4000, 0);
-    tree.apply(handle.as_fd(), &meta(ours.uid(), ours.gid()), false);
-    assert_eq!(mode(), 0o6755);
+    assert!(short.refused.iter().any(|sentence| sentence.starts_with("set-user-ID bit not kept")), "{short:?}");
+    let short = tree.apply(handle.as_fd(), &meta(ours.uid(), ours.gid()), false);
+    assert_eq!((mode(), short.is_none()), (0o6755, true));
 }
 
 #[test]
