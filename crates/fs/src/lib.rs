@@ -3,7 +3,7 @@
 //! - [`beneath`]: paths resolved beneath a root, by `openat2`.
 //! - [`identity`]: file identity: inode number and time of birth. [`handle`]: names that outlive renames and restarts.
 //! - [`credentials`]: acting as the user of a client.
-//! - [`walk`], [`remove`]: trees of any depth, with few descriptors.
+//! - [`listing`]: the names in a directory. [`walk`], [`remove`]: trees of any depth, with few descriptors.
 //! - [`sparse`]: the data and the holes of a file.
 //! - [`lease`]: hearing of it before another program changes a file.
 //! - [`durable`]: atomic, durable replacement of small files.
@@ -20,6 +20,7 @@ pub mod durable;
 pub mod handle;
 pub mod identity;
 pub mod lease;
+pub mod listing;
 pub mod remove;
 pub mod share_storage;
 pub mod sparse;

@@ -3,6 +3,7 @@
 //! Iterative, with one descriptor whatever the depth: up again goes by `..`, checked against where the way down began.
 //! Never follows a link, never leaves the file system, and leaves alone what its caller spares.
 
+use crate::listing;
 use rustix::fs::{AtFlags, Mode, OFlags, Stat};
 use std::ffi::{CStr, CString};
 use std::io;
@@ -205,17 +206,14 @@ impl Remover<'_> {
 
     fn fill(&self, fd: &OwnedFd, level: &mut Level) -> io::Result<()> {
         (level.more, level.progress) = (false, false);
-        for entry in rustix::fs::Dir::read_from(fd)? {
-            let entry = entry?;
-            if matches!(entry.file_name().to_bytes(), b"." | b"..") {
-                continue;
-            }
+        for name in listing::names(fd)? {
+            let name = name?;
             // A dry run sees the same names again.
             if level.names.len() >= BATCH && !self.dry_run {
                 level.more = true;
                 break;
             }
-            level.names.push(entry.file_name().into());
+            level.names.push(name);
         }
         Ok(())
     }

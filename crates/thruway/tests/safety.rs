@@ -68,14 +68,34 @@ fn an_incomplete_listing_removes_nothing() {
     }
     cp(&lab, &args(&[&"-r", &slash(&source), &target]));
     let mirror = args(&[&"-r", &"--delete", &slash(&source), &target]);
-    let out = cp_with_fault(&lab, &source, "getdents64:error=EIO:when=2", &mirror);
-    assert_eq!(out.status.code(), Some(1));
-    assert!(stderr(&out).contains("listing the directory"), "{}", stderr(&out));
-    assert_eq!((parse(&out)["deleted"].as_u64(), names(&target).len()), (Some(0), 3000));
+    // ENOENT, of a directory that was lost, is not the end of the list.
+    for fault in ["EIO:when=2", "ENOENT:when=1", "ENOENT:when=2", "ENOENT:when=3"] {
+        let out = cp_with_fault(&lab, &source, &format!("getdents64:error={fault}"), &mirror);
+        assert_eq!(out.status.code(), Some(1));
+        assert!(stderr(&out).contains("listing the directory"), "{}", stderr(&out));
+        assert_eq!((parse(&out)["deleted"].as_u64(), names(&target).len()), (Some(0), 3000));
+    }
     // Nor with --ignore-errors, in the directory itself.
     let mirror = args(&[&"-r", &"--delete", &"--ignore-errors", &slash(&source), &target]);
     let out = cp_with_fault(&lab, &source, "getdents64:error=EIO:when=2", &mirror);
     assert_eq!((out.status.code(), names(&target).len()), (Some(1), 3000));
+}
+
+#[test]
+fn a_destination_that_cannot_be_listed_is_an_error() {
+    let lab = Lab::new();
+    let (source, target) = (lab.mkdir("source"), lab.mkdir("target"));
+    fs::create_dir(source.join("d")).unwrap();
+    let mirror = args(&[&"-r", &"--delete", &slash(&source), &target]);
+    for path in ["d", "gone"] {
+        write(target.join("d/old"), "");
+        write(target.join("gone/old"), "");
+        let out = cp_with_fault(&lab, &target.join(path), "getdents64:error=ENOENT:when=1", &mirror);
+        assert_eq!(out.status.code(), Some(1), "{path}");
+        assert!(stderr(&out).contains("removed"), "{}", stderr(&out));
+    }
+    cp(&lab, &mirror);
+    assert_same(&source, &target, Compare::Content);
 }
 
 #[test]

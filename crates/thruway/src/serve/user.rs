@@ -64,8 +64,8 @@ impl User {
         if owner != 0 {
             return Err(io::Error::other(format!("{name} belongs to user {owner}, not to '{}'", self.0.name)));
         }
-        for entry in rustix::fs::Dir::read_from(&directory)? {
-            let name = entry?.file_name().to_owned();
+        for name in thruway_fs::listing::names(&directory)? {
+            let name = name?;
             if is_ours(name.to_bytes()) {
                 rustix::fs::chownat(&directory, name, self.uid(), self.gid(), AtFlags::SYMLINK_NOFOLLOW)?;
             }

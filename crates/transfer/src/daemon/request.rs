@@ -8,7 +8,7 @@ use crate::source::{Root, this_machine};
 use crate::wire::{self, AbortCode, Destination, Direction, ListEntry, SessionRequest};
 use rustix::fs::{AtFlags, Mode, OFlags};
 use rustix::io::Errno;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::sync::Arc;
@@ -237,13 +237,9 @@ fn list(export: &Served, root: &OwnedFd, path: &[u8]) -> Result<Vec<ListEntry>, 
         Err(e) => return Err(failed(e)),
     };
     let mut entries = Vec::new();
-    for found in rustix::fs::Dir::read_from(dir.as_fd()).map_err(failed)? {
-        let found = found.map_err(failed)?;
-        let name = found.file_name();
-        if matches!(name.to_bytes(), b"." | b"..") {
-            continue;
-        }
-        if let Ok(stat) = rustix::fs::statat(&dir, name, AtFlags::SYMLINK_NOFOLLOW) {
+    for name in thruway_fs::listing::names(&dir).map_err(failed)? {
+        let name = name.map_err(failed)?;
+        if let Ok(stat) = rustix::fs::statat(&dir, &name, AtFlags::SYMLINK_NOFOLLOW) {
             entries.push(entry(name.to_bytes(), &stat));
         }
     }

@@ -24,6 +24,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::Receiver;
 use std::time::Duration;
 use thruway_fs::beneath::{self, Links, join};
+use thruway_fs::listing;
 use thruway_fs::walk::{self, Visit};
 
 /// Files up to this size, or a quarter of a block, travel packed.
@@ -348,20 +349,16 @@ impl Walker {
             walker.tell(shown, ReportKind::NotListed, format!("listing the directory: {}", io::Error::from(e)));
             Ok(false)
         };
-        let entries = match rustix::fs::Dir::read_from(&**dir) {
-            Ok(entries) => entries,
+        let names = match listing::names(&**dir) {
+            Ok(names) => names,
             Err(e) => return failed(self, e),
         };
         let mut complete = true;
-        for entry in entries {
-            let entry = match entry {
-                Ok(entry) => entry,
+        for name in names {
+            let name = match name {
+                Ok(name) => name,
                 Err(e) => return failed(self, e),
             };
-            let name = entry.file_name();
-            if matches!(name.to_bytes(), b"." | b"..") {
-                continue;
-            }
             if self.params.options.delete {
                 // What is excluded here is not touched there.
                 keep.names.push(name.to_bytes().to_vec());
@@ -379,7 +376,7 @@ impl Walker {
                 self.tell(&target, ReportKind::LeftOut, UNFINISHED);
                 continue;
             }
-            match rustix::fs::statat(dir, name, AtFlags::SYMLINK_NOFOLLOW) {
+            match rustix::fs::statat(dir, &name, AtFlags::SYMLINK_NOFOLLOW) {
                 Ok(_) if target.len() > crate::wire::PATH_MAX => {
                     let most = crate::wire::PATH_MAX;
                     self.tell(&target, ReportKind::NotListed, format!("the path is longer than {most} bytes"));
@@ -389,12 +386,8 @@ impl Walker {
                 }
                 Ok(stat) if FileType::from_raw_mode(stat.st_mode) == FileType::Directory => tree.descend(inner, stat),
                 Ok(stat) => {
-                    let from = From {
-                        root: Arc::clone(tree.root()),
-                        dir: Some(Arc::clone(dir)),
-                        below: below.to_vec(),
-                        name: name.into(),
-                    };
+                    let from =
+                        From { root: Arc::clone(tree.root()), dir: Some(Arc::clone(dir)), below: below.to_vec(), name };
                     self.entry(&from, target, stat)?;
                 }
                 // Gone since it was listed: then it is not to be kept, and not to be told.

@@ -283,22 +283,21 @@ impl Tree {
         if !remover.dry_run {
             self.change(path);
         }
-        for entry in rustix::fs::Dir::read_from(&*dir)? {
-            let entry = entry?;
+        for name in thruway_fs::listing::names(&*dir)? {
+            let name = name?;
             if remover.is_over.load(Ordering::SeqCst) {
                 break;
             }
-            let name = entry.file_name();
             let bytes = name.to_bytes();
-            if matches!(bytes, b"." | b"..") || keep.contains(bytes) || name == own || is_fresh_own(&dir, name) {
+            if keep.contains(bytes) || *name == *own || is_fresh_own(&dir, &name) {
                 continue;
             }
             // Where two names are one, what came under the other is not in the list, and is here all the same.
-            if self.is_ours(&dir, name)? {
+            if self.is_ours(&dir, &name)? {
                 total.left += 1;
                 continue;
             }
-            let removed = remover.remove(&*dir, name, below);
+            let removed = remover.remove(&*dir, &name, below);
             total.count += removed.count;
             total.left += removed.left;
             total.failure = total.failure.or(removed.failure);

@@ -1,0 +1,104 @@
+//! Names of the entries of a directory.
+//!
+//! Neither `readdir(3)` nor `rustix::fs::Dir` can be used where an incomplete list does harm: both take `ENOENT` of
+//! `getdents64(2)` for the end of the directory. File systems return it for a directory that was removed or lost.
+
+use rustix::fs::{Mode, OFlags, RawDir};
+use rustix::io::{Errno, Result};
+use std::collections::VecDeque;
+use std::ffi::CString;
+use std::os::fd::{AsFd, OwnedFd};
+
+/// Bytes of entries that are read at once, as by `readdir(3)`.
+const BUFFER_LEN: usize = 32 << 10;
+
+/// An iterator over the names in a directory, without `.` and `..`. After an error it ends, and the list is incomplete.
+pub struct Names {
+    dir: OwnedFd,
+    buffer: Vec<u8>,
+    read: VecDeque<CString>,
+    ended: bool,
+}
+
+/// Lists an open directory from its beginning, whatever its descriptor has been used for.
+///
+/// # Errors
+/// If it cannot be opened again for reading.
+pub fn names(dir: impl AsFd) -> Result<Names> {
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let dir = rustix::fs::openat(dir, c".", flags, Mode::empty())?;
+    Ok(Names { dir, buffer: Vec::with_capacity(BUFFER_LEN), read: VecDeque::new(), ended: false })
+}
+
+impl Names {
+    /// Reads one buffer of entries.
+    fn fill(&mut self) -> Result<()> {
+        let mut entries = RawDir::new(&self.dir, self.buffer.spare_capacity_mut());
+        loop {
+            match entries.next() {
+                None => {
+                    self.ended = true;
+                    return Ok(());
+                }
+                Some(Err(Errno::INTR)) => {}
+                Some(Err(e)) => {
+                    self.ended = true;
+                    return Err(e);
+                }
+                Some(Ok(entry)) if matches!(entry.file_name().to_bytes(), b"." | b"..") => {}
+                Some(Ok(entry)) => self.read.push_back(entry.file_name().into()),
+            }
+            if entries.is_buffer_empty() {
+                return Ok(());
+            }
+        }
+    }
+}
+
+impl Iterator for Names {
+    type Item = Result<CString>;
+
+    fn next(&mut self) -> Option<Result<CString>> {
+        while self.read.is_empty() && !self.ended {
+            if let Err(e) = self.fill() {
+                return Some(Err(e));
+            }
+        }
+        self.read.pop_front().map(Ok)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeSet;
+    use std::fs;
+
+    #[test]
+    fn all_names_are_listed_from_the_beginning_each_time() {
+        let dir = tempfile::tempdir().unwrap();
+        let expected: BTreeSet<CString> = (0..3000).map(|n| CString::new(format!("entry-{n}")).unwrap()).collect();
+        for name in &expected {
+            fs::write(dir.path().join(name.to_str().unwrap()), "").unwrap();
+        }
+        let fd = fs::File::open(dir.path()).unwrap();
+        for _ in 0..2 {
+            let mut list = names(&fd).unwrap();
+            let found: BTreeSet<CString> = list.by_ref().map(Result::unwrap).collect();
+            assert_eq!(found, expected);
+            assert!(list.next().is_none());
+        }
+    }
+
+    #[test]
+    fn a_directory_that_was_removed_has_no_complete_list() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("d");
+        fs::create_dir(&path).unwrap();
+        let fd = fs::File::open(&path).unwrap();
+        let mut list = names(&fd).unwrap();
+        fs::remove_dir(&path).unwrap();
+        assert_eq!(list.next(), Some(Err(Errno::NOENT)));
+        assert_eq!(list.next(), None);
+    }
+}
