@@ -4,6 +4,7 @@
 // They panic on a closed pipe: `say!` and `say_error!` do not.
 #![warn(clippy::print_stdout, clippy::print_stderr)]
 
+mod clean;
 mod cp;
 mod demo;
 mod endpoint;
@@ -37,6 +38,8 @@ struct Cli {
 enum Command {
     /// Copy files and directory trees between hosts
     Cp(Box<cp::CpArgs>),
+    /// List or remove what interrupted copies have left in a directory
+    Clean(clean::CleanArgs),
     /// List an export or a directory
     Ls(ls::LsArgs),
     /// Run the daemon
@@ -74,6 +77,7 @@ fn main() -> ExitCode {
     log::start(cli.common.verbose, has_times);
     let result = match cli.command {
         Command::Cp(args) => cp::run(&args, &cli.common),
+        Command::Clean(args) => clean::run(&args, &cli.common),
         Command::Ls(args) => ls::run(&args, &cli.common),
         Command::Serve(args) => serve::run(&args, &cli.common),
         Command::Run(args) => run::run(&args, &cli.common),

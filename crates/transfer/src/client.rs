@@ -337,6 +337,7 @@ fn attempt(
                 trust: Trust::Operator,
                 replace: true,
                 confined: false,
+                listed: true,
             };
             Some(Prepared::new(target, &options)?)
         }

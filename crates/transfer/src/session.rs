@@ -310,6 +310,9 @@ pub enum SessionError {
     },
 }
 
+/// Part of the message of a session after which the next attempt does not resume.
+pub const NOT_KEPT: &str = "data that was not durable before is sent again";
+
 /// Why this end cannot go on.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -319,6 +322,14 @@ pub enum LocalError {
     Io {
         /// What was being done, and to what.
         doing: String,
+        /// The cause.
+        source: io::Error,
+    },
+    /// A sync failed: the journal of the attempt is void.
+    #[error("{doing}: {source}; {NOT_KEPT}")]
+    Unsynced {
+        /// The files or names that were synced.
+        doing: &'static str,
         /// The cause.
         source: io::Error,
     },

@@ -141,8 +141,15 @@ fn base_of<'a>(export: &Served, path: &'a [u8], base: usize) -> Result<(Arc<Owne
 fn open_dev(asked: &SessionRequest) -> Result<Work, Refusal> {
     match asked.direction {
         Direction::Push if asked.path == b"null" => {
-            let target =
-                Target { root: None, job: asked.job, names: None, trust: Trust::Peer, replace: true, confined: true };
+            let target = Target {
+                root: None,
+                job: asked.job,
+                names: None,
+                trust: Trust::Peer,
+                replace: true,
+                confined: true,
+                listed: false,
+            };
             let prepared = Prepared::new(target, &asked.options).map_err(told)?;
             Ok(Work::Push(Box::new(prepared), Push { rename: None, destination: None }))
         }
@@ -192,6 +199,7 @@ fn open_push(export: &Served, asked: &SessionRequest, job: [u8; 16], allowed: Al
         trust: allowed.rights.trust(),
         replace: allowed.rights.contains(Rights::REPLACE),
         confined: !export.unconfined,
+        listed: allowed.rights.contains(Rights::READ),
     };
     let prepared = Prepared::new(target, &asked.options).map_err(told)?;
     Ok(Work::Push(Box::new(prepared), Push { rename, destination: Some(destination) }))

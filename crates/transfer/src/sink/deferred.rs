@@ -228,7 +228,9 @@ impl Files {
             if let Some(journal) = &self.journal {
                 journal.void();
             }
-            return self.events.send(SessionEvent::Fatal(LocalError::io("making names durable", e)));
+            return self
+                .events
+                .send(SessionEvent::Fatal(LocalError::Unsynced { doing: "making names durable", source: e }));
         }
         self.events.send(SessionEvent::Finalized);
     }

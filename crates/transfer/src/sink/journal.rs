@@ -41,6 +41,8 @@ const WHOLE: u8 = 3;
 const PLACED: u8 = 4;
 /// A sync failed: nothing recorded of temporary files is to be believed.
 const VOID: u8 = 5;
+/// The job has ended with success. Only the last record of a journal means that: a later attempt appends a header.
+const COMPLETE: u8 = 6;
 
 /// Names a file within a job.
 pub(crate) type Key = [u8; 16];
@@ -339,6 +341,12 @@ impl Journal {
         self.state().kept = true;
     }
 
+    /// The job has ended with success, and its source is about to be told so. Should this process end before the
+    /// journal is removed, any later job in the directory may remove it.
+    pub(crate) fn complete(&self) {
+        self.append(&record(COMPLETE, &[0; 16], 0, 0, 0, &[0; DIGEST_LEN]));
+    }
+
     /// The job is done: nothing is left to resume.
     pub(crate) fn remove(&self) {
         self.state().remove();
@@ -516,7 +524,7 @@ fn replay(file: &mut impl Read, earlier: &mut Earlier) -> io::Result<u64> {
         let is_header = record[0] == HEADER && field(&record, 20) == u64::from_le_bytes(MAGIC);
         let first = position == 0;
         if record[COVERED..] != checksum(&record).to_le_bytes()
-            || record[0] > VOID
+            || record[0] > COMPLETE
             || (record[0] == HEADER) != is_header
             || (first && !is_header)
         {
@@ -561,6 +569,25 @@ impl Earlier {
     }
 }
 
+/// Whether a journal ends with the record of its job's success; `None` if the file is not a journal.
+pub(crate) fn is_complete(file: &File) -> Option<bool> {
+    let len = file.metadata().ok()?.len();
+    if len == 0 {
+        return Some(false);
+    }
+    let mut record = [0; RECORD_LEN];
+    let mut read = |at| {
+        file.read_exact_at(&mut record, at).ok()?;
+        (record[COVERED..] == checksum(&record).to_le_bytes()).then_some(record)
+    };
+    let first = read(0)?;
+    if first[0] != HEADER || field(&first, 20) != u64::from_le_bytes(MAGIC) {
+        return None;
+    }
+    let last = len.is_multiple_of(RECORD_LEN as u64).then(|| read(len - RECORD_LEN as u64)).flatten();
+    Some(last.is_some_and(|last| last[0] == COMPLETE))
+}
+
 /// Replays any bytes, with checksums made right so that the records are looked at.
 pub(crate) fn replay_for_fuzzing(data: &[u8]) {
     struct Memory(io::Cursor<Vec<u8>>);
@@ -595,7 +622,7 @@ pub(crate) fn replay_for_fuzzing(data: &[u8]) {
     for chunk in data.chunks_exact(COVERED) {
         let mut record = [0; RECORD_LEN];
         record[..COVERED].copy_from_slice(chunk);
-        record[0] = 1 + record[0] % VOID;
+        record[0] = 1 + record[0] % COMPLETE;
         // Few keys, so that records meet.
         let (key, fingerprint) = (record[4] % 4, record[20] % 2);
         record[4..20].fill(key);

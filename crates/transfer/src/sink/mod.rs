@@ -12,6 +12,7 @@ mod credit_window;
 mod deferred;
 mod files;
 pub(crate) mod journal;
+pub mod leftovers;
 mod offers;
 pub(crate) mod readback;
 mod reports;
@@ -110,6 +111,8 @@ pub struct Target {
     pub replace: bool,
     /// Links in the root directory are resolved beneath it only.
     pub confined: bool,
+    /// The source may know names in the root directory: leftovers of other jobs there are reported.
+    pub listed: bool,
 }
 
 /// A sink that is ready to run: the journal has been read.
@@ -117,6 +120,8 @@ pub struct Prepared {
     target: Target,
     journal: Option<Arc<Journal>>,
     earlier: Earlier,
+    /// A sentence about leftovers of other jobs.
+    leftovers: Option<String>,
 }
 
 impl Prepared {
@@ -135,7 +140,7 @@ impl Prepared {
                 .and_then(|name| tree::check_destination(root, &name, target.confined))
                 .map_err(|e| LocalError::io(crate::escape(name), e))?;
         }
-        let (mut journal, mut earlier) = (None, Earlier::default());
+        let (mut journal, mut earlier, mut leftovers) = (None, Earlier::default(), None);
         if let Some(root) = target.root.as_ref().filter(|_| !options.dry_run) {
             match open_journal(root, &target.job)? {
                 Some((opened, _)) if options.no_resume => {
@@ -145,8 +150,9 @@ impl Prepared {
                 Some((opened, found)) => (journal, earlier) = (Some(Arc::new(opened)), found),
                 None => {}
             }
+            leftovers = leftovers::survey(root, &target.job).filter(|_| target.listed);
         }
-        Ok(Prepared { target, journal, earlier })
+        Ok(Prepared { target, journal, earlier, leftovers })
     }
 
     /// Whether an earlier attempt at the job was interrupted in this directory.
@@ -185,7 +191,7 @@ pub fn run(
     progress: &Arc<Progress>,
     on_report: &OnReport,
 ) -> Outcome {
-    let Prepared { target, journal, earlier } = prepared;
+    let Prepared { target, journal, earlier, leftovers } = prepared;
     let (events, mailbox) = EventSender::new(link.device());
     let counters = Arc::new(Counters { expected: AtomicU64::new(u64::MAX), ..Counters::default() });
     let local = |e: std::io::Error| LocalError::io("starting the commit stage", e);
@@ -231,6 +237,9 @@ pub fn run(
     let _ = counters.files_handle.set(Arc::downgrade(&files));
     let windows = if link.transport() == Transport::Rdma { link.count() } else { 0 };
     let credit_window = CreditWindow::new(link.round_trip(), params.block_len, pipeline.pool.count());
+    if let Some(message) = leftovers {
+        files.report(b"", ReportKind::LeftOut, message);
+    }
     let receive: Arc<dyn Receive> = Arc::clone(&files) as _;
     link.start_receiving(&receive)?;
     let mut sink = Sink {
@@ -309,7 +318,9 @@ fn on_commit(
                 files.report(&file.path, ReportKind::NotCopied, e.to_string());
             }
         }
-        Committed::Lost(e) => events.send(SessionEvent::Fatal(LocalError::io("making what was written durable", e))),
+        Committed::Lost(e) => {
+            events.send(SessionEvent::Fatal(LocalError::Unsynced { doing: "making files durable", source: e }));
+        }
         Committed::Group => events.send(SessionEvent::Progressed),
     })
 }
@@ -458,7 +469,7 @@ impl Sink<'_> {
                 Ok(SessionEvent::Progressed) => {}
                 Ok(SessionEvent::BlockFree) => self.waiting_for_block = false,
                 Ok(SessionEvent::Report(report)) => {
-                    self.failed += 1;
+                    self.failed += u64::from(report.kind != ReportKind::LeftOut);
                     self.unsupported += u64::from(report.kind == ReportKind::Unsupported);
                     (self.on_report)(&report);
                     // A connecting sink's user has just heard it.
@@ -585,7 +596,9 @@ impl Sink<'_> {
                 if let Some(journal) = &files.journal {
                     journal.void();
                 }
-                files.events.send(SessionEvent::Fatal(LocalError::io("making what was written durable", e)));
+                files
+                    .events
+                    .send(SessionEvent::Fatal(LocalError::Unsynced { doing: "making files durable", source: e }));
             }
         });
     }
@@ -636,6 +649,11 @@ impl Sink<'_> {
             deleted: get(&self.counters.deleted),
             failed: self.failed,
         };
+        if self.failed == self.unsupported
+            && let Some(journal) = &self.files.journal
+        {
+            journal.complete();
+        }
         self.link.send(&Control::DataSetReply(summary))?;
         Ok(summary)
     }

@@ -11,7 +11,7 @@ mod walk;
 
 pub use walk::Root;
 
-use crate::link::{ChannelScaler, Channels, Link, LinkEvent, Role, Transport};
+use crate::link::{ChannelScaler, Channels, Link, LinkError, LinkEvent, Role, Transport};
 use crate::protocol::source::{Heard, Source as Core, Step};
 use crate::session::{EventSender, LocalError, OnReport, Outcome, Pipeline, Progress, SessionError, SessionParams};
 use crate::wire::{Answer, BlockHeader, Control, Destination, Direct, FileStatus, OfferEntry, Report, Summary};
@@ -25,6 +25,8 @@ use std::time::{Duration, Instant};
 use thruway_engine::Block;
 use thruway_engine::rate_limit::RateLimit;
 
+/// Longest wait for the sink to end a session that has succeeded.
+const END_TIMEOUT: Duration = Duration::from_secs(2);
 /// Longest wait at once for the rate limit.
 const RATE_PAUSE_MAX: Duration = Duration::from_secs(1);
 
@@ -115,6 +117,7 @@ pub fn run(
     cancel.store(true, Ordering::SeqCst);
     ahead.close();
     if result.is_ok() {
+        await_end(&mut link);
         link.leave()
     } else {
         link.close()
@@ -124,6 +127,20 @@ pub fn run(
         return Err(LocalError::Internal("the walker thread panicked").into());
     }
     result
+}
+
+/// Waits for the sink to end the session, which it does after it has removed its journal. On a long path that would cost
+/// a round trip: there a sink that dies at this moment leaves a journal that is marked as complete.
+fn await_end(link: &mut Link) {
+    let deadline = Instant::now() + END_TIMEOUT;
+    while !link.is_long()
+        && let Some(left) = deadline.checked_duration_since(Instant::now())
+    {
+        match link.poll(left) {
+            Ok(_) | Err(LinkError::DataLost(_)) => {}
+            Err(_) => return,
+        }
+    }
 }
 
 struct Source<'a> {

@@ -9,7 +9,7 @@ mod entries;
 mod names;
 
 pub(crate) use entries::check_destination;
-pub(crate) use names::{JOURNAL_PREFIX, JOURNAL_SUFFIX, is_own_name, temp_name};
+pub(crate) use names::{JOURNAL_PREFIX, JOURNAL_SUFFIX, OWN_AGE_MAX_S, is_own_name, temp_name, temporary_of};
 
 use super::attributes::{Shortcomings, Told, Trust};
 use crate::wire::Meta;

@@ -12,17 +12,20 @@ const TAG_LEN: usize = 32;
 pub(crate) const JOURNAL_PREFIX: &[u8] = b".thruway-";
 pub(crate) const JOURNAL_SUFFIX: &[u8] = b".journal";
 /// A file of ours that a job may still be writing is not removed before this age.
-const OWN_AGE_MAX_S: i64 = 24 * 3600;
+pub(crate) const OWN_AGE_MAX_S: i64 = 24 * 3600;
 
 /// Whether a name is one that sinks give to their own files.
 pub(crate) fn is_own_name(name: &[u8]) -> bool {
-    let is_temp = || {
-        let (rest, tag) = name.split_at_checked(name.len().checked_sub(TAG_LEN)?)?;
-        let rest = rest.strip_suffix(TEMP_MARK)?;
-        (rest.len() > 1 && rest[0] == b'.' && tag.iter().all(u8::is_ascii_hexdigit)).then_some(())
-    };
     let job = name.strip_prefix(JOURNAL_PREFIX).and_then(|rest| rest.strip_suffix(JOURNAL_SUFFIX));
-    is_temp().is_some() || job.is_some_and(|job| job.len() == TAG_LEN && job.iter().all(u8::is_ascii_hexdigit))
+    temporary_of(name).is_some() || job.is_some_and(|job| job.len() == TAG_LEN && job.iter().all(u8::is_ascii_hexdigit))
+}
+
+/// The name, or the beginning of a long one, of the file that a temporary name stands for; `None` if it is not a
+/// temporary name.
+pub(crate) fn temporary_of(name: &[u8]) -> Option<&[u8]> {
+    let (rest, tag) = name.split_at_checked(name.len().checked_sub(TAG_LEN)?)?;
+    let rest = rest.strip_suffix(TEMP_MARK)?.strip_prefix(b".")?;
+    (!rest.is_empty() && tag.iter().all(u8::is_ascii_hexdigit)).then_some(rest)
 }
 
 /// Whether a name is of a file that another job may be working on.

@@ -1,0 +1,408 @@
+//! Leftovers of interrupted copies: journals and temporary files that no running job holds.
+//!
+//! A running job holds a lock on its journal, which is in the root directory of the job. The name of a temporary file is
+//! a digest of the job and of the file's path below that directory, so a journal proves which temporary files are its
+//! job's. Without such a proof a temporary file counts as a leftover after a day, and only where no job is running in
+//! its directory or above.
+
+use super::journal::{self, key_of};
+use super::tree::{JOURNAL_PREFIX, JOURNAL_SUFFIX, OWN_AGE_MAX_S, temp_name, temporary_of};
+use rustix::fs::{AtFlags, FileType, FlockOperation, Mode, OFlags, Stat};
+use std::collections::HashMap;
+use std::ffi::{CStr, CString, OsStr};
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use thruway_fs::beneath::{self, Links, join, split};
+use thruway_fs::listing;
+use thruway_fs::walk::{Visit, Walk};
+
+/// Names of a destination that are searched for leftovers when a copy begins.
+const SURVEY_MAX: usize = 100_000;
+/// Leftovers that are named when a copy begins.
+const NAMED_MAX: usize = 4;
+
+/// A journal or a temporary file of a copy.
+#[derive(Debug)]
+pub struct Leftover {
+    /// Path below the directory that was searched.
+    pub path: Vec<u8>,
+    /// Bytes on disk.
+    pub bytes: u64,
+    /// Time of the last change, seconds since 1970.
+    pub modified: i64,
+    /// What may be done with it.
+    pub state: State,
+    identity: (u64, u64),
+}
+
+/// What may be done with a journal or a temporary file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum State {
+    /// Its job is not running: the command that made it may resume, or it may be removed.
+    Unfinished,
+    /// A journal of a job that has ended with success.
+    Complete,
+    /// A running job holds it, or may hold it.
+    InUse,
+    /// A temporary file without a journal, younger than a day.
+    Recent,
+}
+
+impl State {
+    /// Whether no job needs it to be correct.
+    pub fn is_removable(self) -> bool {
+        matches!(self, State::Unfinished | State::Complete)
+    }
+
+    /// The word for it in listings.
+    pub fn word(self) -> &'static str {
+        match self {
+            State::Unfinished => "unfinished",
+            State::Complete => "complete",
+            State::InUse => "in use",
+            State::Recent => "recent",
+        }
+    }
+}
+
+impl Leftover {
+    fn new(path: Vec<u8>, stat: &Stat, state: State) -> Leftover {
+        let (bytes, modified) = (stat.st_blocks as u64 * 512, stat.st_mtime.max(stat.st_ctime));
+        Leftover { path, bytes, modified, state, identity: (stat.st_dev, stat.st_ino) }
+    }
+}
+
+/// A journal, and the directory that its job writes to.
+struct Found {
+    job: [u8; 16],
+    state: State,
+    /// Holds the lock.
+    _file: Option<File>,
+}
+
+/// Leftovers below a directory. Until it is dropped, no job begins that would use one of their journals.
+pub struct Search {
+    root: Arc<OwnedFd>,
+    /// Journals and temporary files, by path.
+    pub found: Vec<Leftover>,
+    /// Directories that could not be searched.
+    pub failures: Vec<(Vec<u8>, io::Error)>,
+    _locks: Vec<Found>,
+}
+
+impl Search {
+    /// Searches a directory with all beneath it.
+    ///
+    /// # Errors
+    /// If the directory itself cannot be opened.
+    pub fn new(dir: &Path) -> io::Result<Search> {
+        let real = std::fs::canonicalize(dir)?;
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let root = Arc::new(rustix::fs::open(&real, flags, Mode::empty())?);
+        let mut journals: HashMap<PathBuf, Vec<Found>> = HashMap::new();
+        // Of jobs whose root is further up.
+        for above in real.ancestors().skip(1) {
+            let Ok(above_fd) = rustix::fs::open(above, flags, Mode::empty()) else { continue };
+            let names = listing::names(&above_fd).into_iter().flatten().flatten();
+            let found = names.filter_map(|name| open_journal(&above_fd, &name)).map(|(found, _)| found);
+            let found: Vec<Found> = found.collect();
+            journals.insert(above.into(), found);
+        }
+        let mut search = Search { root, found: Vec::new(), failures: Vec::new(), _locks: Vec::new() };
+        let mut temporaries = Vec::new();
+        let stat = rustix::fs::fstat(&search.root)?;
+        let mut tree = Walk::new(Arc::clone(&search.root), stat);
+        while let Some(Visit { below, dir, .. }) = tree.visit() {
+            if let Err(e) = search.directory(&mut tree, &below, dir, &real, &mut journals, &mut temporaries) {
+                search.failures.push((below, e.into()));
+            }
+        }
+        for (path, stat) in temporaries {
+            let (parent, name) = split(&path);
+            let state = judge(&real.join(OsStr::from_bytes(parent)), name, &stat, &journals, None);
+            search.found.extend(state.map(|state| Leftover::new(path, &stat, state)));
+        }
+        search.found.sort_by(|a, b| a.path.cmp(&b.path));
+        search._locks = journals.into_values().flatten().collect();
+        Ok(search)
+    }
+
+    fn directory(
+        &mut self,
+        tree: &mut Walk,
+        below: &[u8],
+        dir: rustix::io::Result<Arc<OwnedFd>>,
+        real: &Path,
+        journals: &mut HashMap<PathBuf, Vec<Found>>,
+        temporaries: &mut Vec<(Vec<u8>, Stat)>,
+    ) -> rustix::io::Result<()> {
+        let dir = dir?;
+        for name in listing::names(&*dir)? {
+            let name = name?;
+            let path = join(below, name.to_bytes());
+            let Ok(stat) = rustix::fs::statat(&dir, &name, AtFlags::SYMLINK_NOFOLLOW) else { continue };
+            if FileType::from_raw_mode(stat.st_mode).is_dir() {
+                tree.descend(path, stat);
+            } else if temporary_of(name.to_bytes()).is_some() {
+                temporaries.push((path, stat));
+            } else if let Some((found, stat)) = open_journal(&dir, &name) {
+                self.found.push(Leftover::new(path, &stat, found.state));
+                journals.entry(real.join(OsStr::from_bytes(below))).or_default().push(found);
+            }
+        }
+        Ok(())
+    }
+
+    /// Removes a leftover.
+    ///
+    /// # Errors
+    /// If it cannot be removed, or something else has its name by now.
+    pub fn remove(&self, leftover: &Leftover) -> io::Result<()> {
+        let (parent, name) = split(&leftover.path);
+        let dir = beneath::open(&self.root, parent, OFlags::PATH | OFlags::DIRECTORY, Links::Never)?;
+        let name = CString::new(name)?;
+        let stat = rustix::fs::statat(&dir, &name, AtFlags::SYMLINK_NOFOLLOW)?;
+        if (stat.st_dev, stat.st_ino) != leftover.identity {
+            return Err(io::Error::other("something else has its name by now"));
+        }
+        Ok(rustix::fs::unlinkat(&dir, &name, AtFlags::empty())?)
+    }
+}
+
+/// What the beginning of a copy finds in its root directory: removes journals of jobs that have ended with success, and
+/// returns a sentence about leftovers of other jobs than `own`. Best effort: a copy does not fail for it.
+pub(super) fn survey(root: &OwnedFd, own: &[u8; 16]) -> Option<String> {
+    let (mut journals, mut temporaries, mut found) = (Vec::new(), Vec::new(), Vec::new());
+    for name in listing::names(root).ok()?.take(SURVEY_MAX).flatten() {
+        if temporary_of(name.to_bytes()).is_some() {
+            let stat = rustix::fs::statat(root, &name, AtFlags::SYMLINK_NOFOLLOW);
+            temporaries.extend(stat.ok().map(|stat| (name, stat)));
+        } else if job_of(name.to_bytes()).is_some_and(|job| job != *own)
+            && let Some((journal, stat)) = open_journal(root, &name)
+        {
+            if journal.state == State::Complete {
+                let _ = rustix::fs::unlinkat(root, &name, AtFlags::empty());
+            } else {
+                if journal.state == State::Unfinished {
+                    found.push((name, stat.st_blocks));
+                }
+                journals.push(journal);
+            }
+        }
+    }
+    let here = Path::new("");
+    let journals = HashMap::from([(here.to_path_buf(), journals)]);
+    for (name, stat) in temporaries {
+        if judge(here, name.to_bytes(), &stat, &journals, Some(own)) == Some(State::Unfinished) {
+            found.push((name, stat.st_blocks));
+        }
+    }
+    if found.is_empty() {
+        return None;
+    }
+    found.sort();
+    let names: Vec<_> = found.iter().take(NAMED_MAX).map(|(name, _)| crate::escape(name.to_bytes())).collect();
+    let more = found.len() - names.len();
+    let more = if more > 0 { format!(" and {more} more") } else { String::new() };
+    let bytes: u64 = found.iter().map(|(_, blocks)| *blocks as u64 * 512).sum();
+    Some(format!(
+        "the destination holds leftovers of other, interrupted copies ({bytes} bytes on disk): {}{more}; 'thruway clean' \
+         lists and removes them",
+        names.join(", ")
+    ))
+}
+
+/// The state of a temporary file; `None` if it is not one of ours, or one of the job `own`.
+fn judge(
+    dir: &Path,
+    name: &[u8],
+    stat: &Stat,
+    journals: &HashMap<PathBuf, Vec<Found>>,
+    own: Option<&[u8; 16]>,
+) -> Option<State> {
+    let kind = FileType::from_raw_mode(stat.st_mode);
+    let plain = (kind.is_file() && stat.st_nlink == 1) || kind == FileType::Symlink;
+    if !plain {
+        return None;
+    }
+    let of = CString::new(temporary_of(name)?).ok()?;
+    let is_of = |root: &Path, job: &[u8; 16]| {
+        let below = dir.strip_prefix(root).map_or(&b""[..], |below| below.as_os_str().as_bytes());
+        temp_name(&of, job, &key_of(&join(below, of.to_bytes()))).to_bytes() == name
+    };
+    if own.is_some_and(|own| is_of(dir, own)) {
+        return None;
+    }
+    let mut running = false;
+    for root in dir.ancestors() {
+        for journal in journals.get(root).into_iter().flatten() {
+            if is_of(root, &journal.job) {
+                return Some(if journal.state == State::InUse { State::InUse } else { State::Unfinished });
+            }
+            running |= journal.state == State::InUse;
+        }
+    }
+    if !may_be_ours(stat) {
+        return None;
+    }
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::Realtime).tv_sec;
+    Some(match now.saturating_sub(stat.st_mtime.max(stat.st_ctime)) < OWN_AGE_MAX_S {
+        _ if running => State::InUse,
+        true => State::Recent,
+        false => State::Unfinished,
+    })
+}
+
+/// Root removes leftovers of daemons that have become another user.
+fn may_be_ours(stat: &Stat) -> bool {
+    let user = rustix::process::geteuid();
+    user.is_root() || stat.st_uid == user.as_raw()
+}
+
+/// The job of a journal's name.
+fn job_of(name: &[u8]) -> Option<[u8; 16]> {
+    let digits = name.strip_prefix(JOURNAL_PREFIX)?.strip_suffix(JOURNAL_SUFFIX)?;
+    let digits = std::str::from_utf8(digits).ok().filter(|d| d.len() == 32 && d.bytes().all(|b| b.is_ascii_hexdigit()));
+    Some(u128::from_str_radix(digits?, 16).ok()?.to_be_bytes())
+}
+
+/// Opens and tries to lock a journal; `None` if the name, the file or its content is not a journal's.
+fn open_journal(dir: impl AsFd, name: &CStr) -> Option<(Found, Stat)> {
+    let job = job_of(name.to_bytes())?;
+    let flags = OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
+    // Over NFS an exclusive lock needs a file that is open for writing.
+    let open = |access| rustix::fs::openat(&dir, name, flags | access, Mode::empty());
+    let file = File::from(open(OFlags::RDWR).or_else(|_| open(OFlags::RDONLY)).ok()?);
+    let stat = rustix::fs::fstat(&file).ok()?;
+    if !FileType::from_raw_mode(stat.st_mode).is_file() || stat.st_nlink != 1 || !may_be_ours(&stat) {
+        return None;
+    }
+    let complete = journal::is_complete(&file)?;
+    let locked = rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive).is_ok();
+    let state = match (locked, complete) {
+        (false, _) => State::InUse,
+        (true, true) => State::Complete,
+        (true, false) => State::Unfinished,
+    };
+    Some((Found { job, state, _file: locked.then_some(file) }, stat))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::sink::journal::{Journal, name_of};
+    use std::fs;
+
+    fn temporary(dir: &Path, root: &Path, name: &str, job: &[u8; 16]) -> PathBuf {
+        let below = dir.strip_prefix(root).unwrap().join(name);
+        let name = CString::new(name).unwrap();
+        let temp = temp_name(&name, job, &key_of(below.as_os_str().as_bytes()));
+        let path = dir.join(OsStr::from_bytes(temp.to_bytes()));
+        fs::write(&path, "half").unwrap();
+        path
+    }
+
+    fn journal(root: &Path, job: &[u8; 16]) -> Journal {
+        let fd: Arc<OwnedFd> = Arc::new(File::open(root).unwrap().into());
+        let (journal, _) = Journal::open(&fd, job).unwrap();
+        journal.keep();
+        journal
+    }
+
+    fn states(dir: &Path) -> Vec<(String, State)> {
+        let search = Search::new(dir).unwrap();
+        assert!(search.failures.is_empty());
+        let shown = |l: &Leftover| (String::from_utf8_lossy(&l.path).into_owned(), l.state);
+        search.found.iter().map(shown).collect()
+    }
+
+    #[test]
+    fn a_running_job_keeps_its_files_and_an_interrupted_one_does_not() {
+        let lab = tempfile::tempdir().unwrap();
+        let root = lab.path().join("root");
+        fs::create_dir_all(root.join("sub")).unwrap();
+        let (running, interrupted) = ([1; 16], [2; 16]);
+        let held = journal(&root, &running);
+        drop(journal(&root, &interrupted));
+        let of_running = temporary(&root.join("sub"), &root, "a", &running);
+        let of_interrupted = temporary(&root.join("sub"), &root, "b", &interrupted);
+        let unknown = temporary(&root, &root, "c", &[3; 16]);
+        for name in [".x.tw-0123", ".thruway-notes.journal", "plain"] {
+            fs::write(root.join(name), "not ours").unwrap();
+        }
+        let name = |path: &Path| path.strip_prefix(&root).unwrap().to_string_lossy().into_owned();
+        let at = |job: &[u8; 16]| name_of(job).into_string().unwrap();
+        let mut expected = vec![
+            (at(&running), State::InUse),
+            (at(&interrupted), State::Unfinished),
+            (name(&of_running), State::InUse),
+            (name(&of_interrupted), State::Unfinished),
+            (name(&unknown), State::InUse),
+        ];
+        expected.sort_by(|a, b| a.0.cmp(&b.0));
+        assert_eq!(states(&root), expected);
+        // From a directory below the root of the jobs the same is known.
+        let mut below = vec![
+            (of_running.file_name().unwrap().to_string_lossy().into_owned(), State::InUse),
+            (of_interrupted.file_name().unwrap().to_string_lossy().into_owned(), State::Unfinished),
+        ];
+        below.sort_by(|a, b| a.0.cmp(&b.0));
+        assert_eq!(states(&root.join("sub")), below);
+        // Where no job runs, one without a journal is a leftover after a day.
+        drop(held);
+        let state = || states(&root).into_iter().find(|(path, _)| *path == name(&unknown)).unwrap().1;
+        assert_eq!(state(), State::Recent);
+        let search = Search::new(&root).unwrap();
+        for leftover in search.found.iter().filter(|l| l.state.is_removable()) {
+            search.remove(leftover).unwrap();
+        }
+        drop(search);
+        assert_eq!(states(&root), [(name(&unknown), State::Recent)]);
+        assert_eq!(fs::read_dir(&root).unwrap().count(), 5, "other names are left alone");
+    }
+
+    #[test]
+    fn another_file_of_the_name_is_not_removed() {
+        let root = tempfile::tempdir().unwrap();
+        drop(journal(root.path(), &[1; 16]));
+        let temp = temporary(root.path(), root.path(), "f", &[1; 16]);
+        let search = Search::new(root.path()).unwrap();
+        fs::rename(&temp, root.path().join("kept")).unwrap();
+        fs::write(&temp, "another").unwrap();
+        let leftover = search.found.iter().find(|l| l.path.starts_with(b".f")).unwrap();
+        assert!(search.remove(leftover).is_err() && temp.exists());
+        // A journal's name does not make a journal.
+        let name = name_of(&[9; 16]).into_string().unwrap();
+        fs::write(root.path().join(&name), "not a journal, but as long as a record of one would have to be.").unwrap();
+        assert!(states(root.path()).iter().all(|(path, _)| *path != name));
+    }
+
+    #[test]
+    fn a_later_job_removes_complete_journals_and_names_the_rest() {
+        let root = tempfile::tempdir().unwrap();
+        let fd: OwnedFd = File::open(root.path()).unwrap().into();
+        let own = [7; 16];
+        let done = journal(root.path(), &[1; 16]);
+        done.complete();
+        assert_eq!(survey(&fd, &own), None, "it is held");
+        drop(done);
+        assert_eq!(states(root.path())[0].1, State::Complete);
+        temporary(root.path(), root.path(), "mine", &own);
+        assert_eq!(survey(&fd, &own), None);
+        assert_eq!(fs::read_dir(root.path()).unwrap().count(), 1, "the complete journal is removed");
+        drop(journal(root.path(), &[2; 16]));
+        let temp = temporary(root.path(), root.path(), "f", &[2; 16]);
+        let said = survey(&fd, &own).unwrap();
+        assert!(said.contains(&*temp.file_name().unwrap().to_string_lossy()) && said.contains(".journal"), "{said}");
+        // Continued, it is not complete any more.
+        let continued = journal(root.path(), &[2; 16]);
+        continued.complete();
+        drop(continued);
+        drop(journal(root.path(), &[2; 16]));
+        assert!(states(root.path()).iter().all(|(_, state)| *state != State::Complete));
+    }
+}
