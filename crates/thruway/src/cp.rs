@@ -6,7 +6,9 @@ use crate::remote::{Provider, daemon};
 use crate::ssh;
 use clap::{Args, ValueEnum};
 use rustix::fs::{Mode, OFlags};
+use signal_hook::consts::{SIGINT, SIGTERM};
 use std::ffi::{OsStr, OsString};
+use std::io::IsTerminal;
 use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
@@ -21,9 +23,9 @@ use thruway_fabric::iwarp;
 use thruway_transfer::auth::Credentials;
 use thruway_transfer::client::{self, Finished, Job, Local, Remote};
 use thruway_transfer::link::Transport;
-use thruway_transfer::session::{OnReport, PipelineSet, Progress};
+use thruway_transfer::session::{NOT_KEPT, OnReport, PipelineSet, Progress};
 use thruway_transfer::sink::Prepared;
-use thruway_transfer::wire::{Direct, SourceSpec, TreeOptions};
+use thruway_transfer::wire::{Direct, ReportKind, SourceSpec, TreeOptions};
 
 /// Arguments of `thruway cp`.
 #[derive(Args, Clone)]
@@ -190,15 +192,23 @@ fn copy(
     };
     job.id = job_id(args, &job.export);
     let progress = Arc::new(Progress::default());
-    let on_report: OnReport = Arc::new(|report| {
+    let quiet = common.quiet;
+    let on_report: OnReport = Arc::new(move |report| {
         let (path, message) =
             (thruway_transfer::escape(&report.path), thruway_transfer::escape_message(&report.message));
+        if path.is_empty() && report.kind == ReportKind::LeftOut && quiet {
+            return;
+        }
         if path.is_empty() {
             thruway_cli::say_error!("thruway cp: {message}");
         } else {
             thruway_cli::say_error!("thruway cp: {path}: {message}");
         }
     });
+    let resume = resumption(args, &job);
+    if let Err(error) = report_interruption(resume, &progress) {
+        tracing::debug!(%error, "handling signals");
+    }
     let mut display = Display::start(args.progress, common.quiet || common.json, &progress);
     // The peer that ssh started goes with its connection; after a loss another is started.
     let ssh_host = sources.iter().chain([target]).find_map(|(e, _)| match e {
@@ -220,13 +230,55 @@ fn copy(
     display.stop();
     drop(peer);
     let finished = result.map_err(|e| {
-        let nowhere = job.export == thruway_transfer::daemon::DEV_EXPORT || matches!(job.local, Local::Directory(None));
-        let kept = !nowhere && !args.no_resume && progress.bytes.load(Ordering::Relaxed) > 0;
-        let hint = if kept { "; what has arrived is kept, and the same command resumes" } else { "" };
-        format!("{}: {e}{hint}", job.remote.label)
+        let why = e.to_string();
+        let kept = progress.bytes.load(Ordering::Relaxed) > 0 && !why.contains(NOT_KEPT);
+        let hint =
+            resume.filter(|_| kept).map_or(String::new(), |how| format!("; what has arrived is kept, and {how}"));
+        format!("{}: {why}{hint}", job.remote.label)
     })?;
     tracing::info!("provider {}: {}", finished.provider, finished.detail);
     Ok((finished, job.encrypt, pipelines.stats()))
+}
+
+/// How an interrupted copy resumes; `None` if another attempt starts over.
+fn resumption(args: &CpArgs, job: &Job) -> Option<&'static str> {
+    let nowhere = job.export == thruway_transfer::daemon::DEV_EXPORT || matches!(job.local, Local::Directory(None));
+    match args.no_resume {
+        _ if nowhere || args.dry_run || args.verify == Algorithm::None => None,
+        true => Some("the same command without --no-resume resumes"),
+        false => Some("the same command resumes"),
+    }
+}
+
+/// Prints how far the copy has got when a signal ends it. Signals that were ignored stay so.
+fn report_interruption(resume: Option<&'static str>, progress: &Arc<Progress>) -> std::io::Result<()> {
+    let wanted: Vec<i32> = [SIGINT, SIGTERM].into_iter().filter(|signal| !is_ignored(*signal)).collect();
+    let mut signals = signal_hook::iterator::Signals::new(wanted)?;
+    let progress = Arc::clone(progress);
+    std::thread::Builder::new().name("signals".into()).stack_size(256 << 10).spawn(move || {
+        let Some(signal) = signals.forever().next() else { return };
+        // Behind the line of the progress display.
+        let newline = if std::io::stderr().is_terminal() { "\n" } else { "" };
+        let moved = progress.bytes.load(Ordering::Relaxed);
+        match resume.filter(|_| moved > 0) {
+            Some(how) => {
+                let moved = units::size(moved);
+                thruway_cli::say_error!(
+                    "{newline}thruway cp: stopped; {moved} have been moved and are kept, and {how}"
+                );
+            }
+            None => thruway_cli::say_error!("{newline}thruway cp: stopped; nothing is kept"),
+        }
+        let _ = signal_hook::low_level::emulate_default_handler(signal);
+    })?;
+    Ok(())
+}
+
+/// Whether the process was started with this signal ignored, as by `nohup`.
+fn is_ignored(signal: i32) -> bool {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).is_some_and(|mask| mask >> (signal - 1) & 1 == 1)
 }
 
 /// What must live as long as the job: a daemon of our own, or an ssh connection.

@@ -67,16 +67,15 @@ fn big_file(lab: &Lab, bytes: u64) -> std::path::PathBuf {
     path
 }
 
-/// The daemon removes its journal when the client has closed, which may be a moment after its end.
+/// Names of journals and temporary files in a directory.
+fn leftovers(dir: &Path) -> Vec<String> {
+    let names = fs::read_dir(dir).unwrap().map(|e| e.unwrap().file_name().to_string_lossy().into_owned());
+    names.filter(|name| name.contains(".tw-") || name.contains(".journal")).collect()
+}
+
+/// The daemon removes its journal before the client reports success.
 fn no_leftovers(dir: &Path) {
-    let start = Instant::now();
-    let ours = |name: &str| name.contains(".tw-") || name.contains(".journal");
-    loop {
-        let names = fs::read_dir(dir).unwrap().map(|e| e.unwrap().file_name().to_string_lossy().into_owned());
-        let Some(name) = names.into_iter().find(|n| ours(n)) else { return };
-        assert!(start.elapsed() < TIMEOUT, "{name} is left behind");
-        std::thread::sleep(std::time::Duration::from_millis(1));
-    }
+    assert_eq!(leftovers(dir), [""; 0]);
 }
 
 #[test]
@@ -117,6 +116,71 @@ fn a_killed_daemon_is_continued_when_it_is_back() {
     assert!(result["resumed_bytes"].as_u64().unwrap() >= recorded, "{result}: {recorded} were recorded");
     assert!(fs::read(&big).unwrap() == fs::read(served.join("copy")).unwrap());
     no_leftovers(&served);
+}
+
+#[test]
+fn success_is_reported_after_the_journal_is_removed() {
+    let lab = Lab::new();
+    let (source, served) = (lab.mkdir("source"), lab.mkdir("served"));
+    for i in 0..100 {
+        fs::write(source.join(format!("f{i}")), noise(1000, i)).unwrap();
+    }
+    for provider in ["iwarp", "tcp", "auto"] {
+        for round in 0..5 {
+            let mut daemon = lab.serve(&served);
+            cp(&lab, &args(&[&"-r", &"--provider", &provider, &source, &daemon.url(&format!("e/{provider}{round}"))]));
+            daemon.kill();
+            no_leftovers(&served);
+        }
+    }
+}
+
+#[test]
+fn leftovers_of_another_command_are_named_and_cleaned() {
+    let lab = Lab::new();
+    let (big, served) = (big_file(&lab, 32 * MIB), lab.mkdir("served"));
+    let daemon = lab.serve(&served);
+    let mut child = thruway(lab.dir.path())
+        .args(["cp", "--bwlimit", "20M"])
+        .args([big.as_os_str(), &daemon.url("e/copy")])
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    until_recorded(&served, 4 * MIB);
+    // A running copy is left alone.
+    let clean = |extra: &[&str]| {
+        let out = thruway(lab.dir.path()).args(["clean", "--json"]).args(extra).arg(&served).output().unwrap();
+        assert!(out.status.success(), "{}", stderr(&out));
+        parse(&out).as_array().unwrap().clone()
+    };
+    for row in clean(&["--delete"]) {
+        assert_eq!((&row["state"], &row["removed"]), (&"in use".into(), &false.into()), "{row}");
+    }
+    assert!(Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap().success());
+    let mut said = String::new();
+    child.stderr.take().unwrap().read_to_string(&mut said).unwrap();
+    assert_eq!(std::os::unix::process::ExitStatusExt::signal(&child.wait().unwrap()), Some(2), "{said}");
+    assert!(said.contains("stopped; ") && said.contains("the same command resumes"), "{said}");
+    // The daemon's end of the session ends a moment later.
+    let start = Instant::now();
+    while clean(&[]).iter().any(|row| row["state"] != "unfinished") {
+        assert!(start.elapsed() < TIMEOUT, "{:?}", clean(&[]));
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    assert_eq!(clean(&[]).len(), 2, "a journal and a temporary file");
+    // With another option it is another job, which names them.
+    let out = try_cp(&lab, &args(&[&"-p", &big, &daemon.url("e/copy")]));
+    assert!(
+        out.status.success() && stderr(&out).contains("leftovers of other, interrupted copies"),
+        "{}",
+        stderr(&out)
+    );
+    assert!(leftovers(&served).iter().all(|name| stderr(&out).contains(name)), "{}", stderr(&out));
+    assert!(clean(&["--delete"]).iter().all(|row| row["removed"] == true));
+    no_leftovers(&served);
+    assert!(fs::read(&big).unwrap() == fs::read(served.join("copy")).unwrap());
+    let out = thruway(lab.dir.path()).arg("clean").arg(daemon.url("e")).output().unwrap();
+    assert_eq!(out.status.code(), Some(2));
 }
 
 #[test]
