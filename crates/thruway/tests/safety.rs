@@ -585,6 +585,37 @@ fn long_lists_of_excluded_names_do_not_end_a_mirror() {
 }
 
 #[test]
+fn a_ring_that_breaks_ends_no_process() {
+    let lab = Lab::new();
+    let (source, served) = (lab.mkdir("source"), lab.mkdir("served"));
+    for i in 0..4 {
+        fs::write(source.join(format!("f{i}")), noise(3 << 20, i)).unwrap();
+    }
+    // Once, as for want of memory; from then on; whatever the kernel had been given before.
+    for (round, fault) in ["ENOMEM:when=2", "ENOENT:when=3", "EBADR:when=2+", "ENOMEM:when=4+"].iter().enumerate() {
+        let with_fault = |list: &[&OsStr]| {
+            let mut command = Command::new("strace");
+            command.args(["-f", "-qq", "-o", "/dev/null", "-e", "trace=io_uring_enter"]);
+            command.args(["-e", &format!("inject=io_uring_enter:error={fault}")]).arg(THRUWAY).args(list);
+            command.env("XDG_CONFIG_HOME", lab.dir.path()).env("THRUWAY_LOG", "error").stdin(Stdio::null());
+            command
+        };
+        let copy = lab.path(&format!("copy{round}"));
+        let out = with_fault(&["cp", "-r"].map(OsStr::new)).arg(slash(&source)).arg(&copy).output().unwrap();
+        assert!(out.status.success(), "{fault}: {}", stderr(&out));
+        assert_same(&source, &copy, Compare::Content);
+        let exported = export("e", &served, "");
+        let list = ["serve", "--json", "--listen", "127.0.0.1:0", "--export"].map(OsStr::new);
+        let daemon = Daemon::start_by(with_fault(&list).arg(&exported));
+        cp(&lab, &args(&[&"-r", &slash(&source), &daemon.url(&format!("e/{round}"))]));
+        assert_same(&source, &served.join(round.to_string()), Compare::Content);
+        // The process that strace has started.
+        let children = fs::read_to_string(format!("/proc/{0}/task/{0}/children", daemon.child.id())).unwrap();
+        assert!(Command::new("kill").arg(children.trim()).status().unwrap().success(), "it is there");
+    }
+}
+
+#[test]
 fn a_device_or_pipe_at_the_destination_is_not_replaced() {
     let lab = Lab::new();
     write(lab.path("f"), "content");

@@ -7,11 +7,15 @@ use slab::Slab;
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, RawFd};
+use std::time::Duration;
 
 /// Entries of the submission queue; more requests wait in memory.
 const ENTRIES: u32 = 256;
 /// Marks the completion of a watched descriptor.
 const WATCH: u64 = u64::MAX;
+/// Attempts to enter the ring, or to end the requests of a broken one, and the pause between two of them.
+const ATTEMPTS: u32 = 20;
+const PAUSE: Duration = Duration::from_millis(10);
 
 /// Where the thread of a ring waits for completions.
 #[derive(Clone, Copy)]
@@ -33,16 +37,21 @@ pub(super) struct Core<T> {
     waiting: VecDeque<usize>,
     /// Entries that the ring has, the watch left out.
     in_ring: usize,
+    /// What the entries of the submission queue are of, and perhaps earlier ones: keys of requests, or [`WATCH`].
+    queued: VecDeque<u64>,
     limit: usize,
     watching: bool,
     registered: RegisteredBuffers,
+    /// The ring cannot be entered any more; system calls do the requests.
+    broken: bool,
 }
 
 /// How the ring has ended a request.
 pub(super) enum Ended {
     /// It is done, or has failed.
     Done(Outcome),
-    /// So many bytes are done. The rest would have to wait, and the ring does not for this file: a system call does.
+    /// So many bytes are done. The ring does not do the rest, for which it would have to wait, or does nothing any more: a
+    /// system call does.
     WouldWait(Request, usize),
 }
 
@@ -86,8 +95,9 @@ impl<T> Core<T> {
         // SAFETY: no argument refers to memory.
         unsafe { ring.submitter().enter::<libc::sigset_t>(0, 0, 0, None) }?;
         let registered = RegisteredBuffers::new(&ring);
-        let (requests, waiting) = (Slab::new(), VecDeque::new());
-        Ok(Core { ring, requests, waiting, in_ring: 0, limit, watching: false, registered })
+        let (requests, waiting, queued) = (Slab::new(), VecDeque::new(), VecDeque::new());
+        let (in_ring, watching, broken) = (0, false, false);
+        Ok(Core { ring, requests, waiting, in_ring, queued, limit, watching, registered, broken })
     }
 
     /// The ring's descriptor, which is readable when there are completions.
@@ -107,6 +117,11 @@ impl<T> Core<T> {
         self.requests.len()
     }
 
+    /// Whether the ring is of no use any more. Requests still come back from [`Core::collect`], undone.
+    pub(super) fn is_broken(&self) -> bool {
+        self.broken
+    }
+
     /// Whether requests wait that there is room for.
     pub(super) fn can_submit(&self) -> bool {
         !self.waiting.is_empty() && self.in_ring < self.limit
@@ -114,18 +129,22 @@ impl<T> Core<T> {
 
     /// Has [`Core::collect`] say so when a descriptor can be read.
     pub(super) fn watch(&mut self, fd: impl AsFd) {
-        if self.watching {
+        if self.watching || self.broken {
             return;
         }
         let fd = types::Fd(fd.as_fd().as_raw_fd());
         let entry = opcode::PollAdd::new(fd, libc::POLLIN as u32).build().user_data(WATCH);
         // SAFETY: the entry refers to no memory.
         self.watching = unsafe { self.ring.submission().push(&entry) }.is_ok();
+        if self.watching {
+            self.queued.push_back(WATCH);
+        }
     }
 
     /// Hands waiting requests to the kernel, and waits for `want` completions.
     pub(super) fn submit(&mut self, want: usize) {
-        while self.in_ring < self.limit
+        while !self.broken
+            && self.in_ring < self.limit
             && let Some(key) = self.waiting.front().copied()
         {
             let InProgress { request, progress, vectors, .. } = &mut self.requests[key];
@@ -144,35 +163,75 @@ impl<T> Core<T> {
                 continue;
             }
             self.waiting.pop_front();
+            self.queued.push_back(key as u64);
             self.in_ring += 1;
         }
         let queue = self.ring.submission();
         let has_work = want > 0 || !queue.is_empty() || queue.taskrun() || queue.cq_overflow();
         drop(queue);
-        if has_work {
+        if has_work && !self.broken {
             self.enter(want);
         }
     }
 
     /// `io_uring_enter`: submits, does the kernel's deferred work, waits for `want` completions.
+    ///
+    /// Errors that do not pass, such as a lack of memory (`ENOMEM`) or a lost completion (`EBADR`), break the ring.
     fn enter(&mut self, want: usize) {
-        let to_submit = self.ring.submission().len() as u32;
-        // SAFETY: no argument refers to memory.
-        let entered = unsafe {
-            let events = io_uring::EnterFlags::GETEVENTS;
-            self.ring.submitter().enter::<libc::sigset_t>(to_submit, want as u32, events.bits(), None)
-        };
-        if let Err(error) = entered
-            && !matches!(error.raw_os_error(), Some(libc::EINTR | libc::EBUSY | libc::EAGAIN))
-        {
-            // What remains are bugs of this program, and the kernel may still be using the memory of requests in progress.
-            tracing::error!(%error, "io_uring_enter failed");
-            std::process::abort();
+        for attempt in 1.. {
+            let to_submit = self.ring.submission().len() as u32;
+            // SAFETY: no argument refers to memory.
+            let entered = unsafe {
+                let events = io_uring::EnterFlags::GETEVENTS;
+                self.ring.submitter().enter::<libc::sigset_t>(to_submit, want as u32, events.bits(), None)
+            };
+            let unsubmitted = self.ring.submission().len();
+            self.queued.drain(..self.queued.len().saturating_sub(unsubmitted));
+            match entered {
+                Ok(_) => return,
+                Err(e) if matches!(e.raw_os_error(), Some(libc::EINTR | libc::EBUSY | libc::EAGAIN)) => return,
+                Err(error) if attempt < ATTEMPTS => {
+                    tracing::debug!(%error, attempt, "io_uring_enter failed");
+                    std::thread::sleep(PAUSE);
+                }
+                Err(error) => {
+                    tracing::warn!(%error, "io_uring does not work any more; storage requests become system calls");
+                    self.broken = true;
+                    return;
+                }
+            }
+        }
+    }
+
+    /// Has the kernel cancel what it has of a broken ring, and pause where it does not.
+    fn cancel(&mut self) {
+        let timeout = types::Timespec::new().sec(1);
+        let cancelled = self.ring.submitter().register_sync_cancel(Some(timeout), types::CancelBuilder::any());
+        if let Err(error) = cancelled {
+            tracing::debug!(%error, in_ring = self.in_ring, "cancelling the requests of a broken ring");
+            std::thread::sleep(PAUSE);
+        }
+    }
+
+    /// Hands back the requests of a broken ring that the kernel has not seen.
+    fn hand_back(&mut self, done: &mut impl FnMut(T, Ended)) {
+        let unseen = std::mem::take(&mut self.queued).into_iter().filter(|key| *key != WATCH).map(|key| key as usize);
+        let unseen: Vec<usize> = unseen.collect();
+        self.in_ring -= unseen.len();
+        for key in unseen.into_iter().chain(std::mem::take(&mut self.waiting)) {
+            let InProgress { request, progress, owner, .. } = self.requests.remove(key);
+            done(owner, Ended::WouldWait(request, progress.done));
         }
     }
 
     /// Passes on what is done. True if the watched descriptor can be read.
     pub(super) fn collect(&mut self, mut done: impl FnMut(T, Ended)) -> bool {
+        if self.broken {
+            self.hand_back(&mut done);
+            if self.in_ring > 0 {
+                self.cancel();
+            }
+        }
         let mut readable = false;
         while let Some(completion) = { self.ring.completion().next() } {
             if completion.user_data() == WATCH {
@@ -183,7 +242,7 @@ impl<T> Core<T> {
             let key = completion.user_data() as usize;
             let InProgress { request, progress, .. } = &mut self.requests[key];
             let result = match completion.result() {
-                code if code == -libc::EAGAIN => {
+                code if code == -libc::EAGAIN || (self.broken && code == -libc::ECANCELED) => {
                     let InProgress { request, progress, owner, .. } = self.requests.remove(key);
                     done(owner, Ended::WouldWait(request, progress.done));
                     continue;
@@ -216,8 +275,20 @@ impl<T> Core<T> {
 impl<T> Drop for Core<T> {
     /// Waits for what the kernel still has, whose memory would otherwise go from under it.
     fn drop(&mut self) {
-        while self.in_ring > 0 {
-            self.enter(1);
+        for round in 0.. {
+            if self.broken {
+                self.in_ring -= std::mem::take(&mut self.queued).iter().filter(|key| **key != WATCH).count();
+            }
+            match self.broken {
+                _ if self.in_ring == 0 => return,
+                true if round >= ATTEMPTS => {
+                    // Their memory must outlive them.
+                    tracing::error!(in_ring = self.in_ring, "requests of a broken ring do not end");
+                    return std::mem::forget(std::mem::take(&mut self.requests));
+                }
+                true => self.cancel(),
+                false => self.enter(1),
+            }
             while let Some(completion) = { self.ring.completion().next() } {
                 self.in_ring -= usize::from(completion.user_data() != WATCH);
             }

@@ -92,16 +92,20 @@ impl Storage {
                 storage.threads.push(thread().spawn(move || {
                     topology::bind_thread(&cpus);
                     match Core::new(ring, DEPTH) {
-                        Ok(core) => shared.run(core),
-                        Err(error) => {
-                            super::without_io_uring(&error);
-                            std::thread::scope(|scope| {
-                                for _ in 0..THREADS {
-                                    scope.spawn(|| shared.work());
-                                }
-                            });
+                        Ok(core) => {
+                            if shared.run(core) {
+                                return;
+                            }
                         }
+                        Err(error) => super::without_io_uring(&error),
                     }
+                    std::thread::scope(|scope| {
+                        for _ in 0..THREADS {
+                            // With fewer threads, or this one alone, it takes longer.
+                            let _ = std::thread::Builder::new().spawn_scoped(scope, || shared.work());
+                        }
+                        shared.work();
+                    });
                 })?);
             }
             None => {
@@ -174,9 +178,12 @@ impl Shared {
         }
     }
 
-    /// Has a ring do the requests, until there are none and will be none.
-    fn run(&self, mut core: Core<Owner>) {
+    /// Has a ring do the requests, until there are none and will be none. False if the ring breaks before.
+    fn run(&self, mut core: Core<Owner>) -> bool {
         loop {
+            if core.is_broken() && core.len() == 0 {
+                return false;
+            }
             while core.len() < DEPTH
                 && let Some(Queued { request, completion, since }) = { self.lock().pop_front() }
             {
@@ -186,7 +193,7 @@ impl Shared {
             let idle = core.len() == 0;
             let stop = self.stop.load(Ordering::SeqCst);
             if stop && idle && self.lock().is_empty() {
-                return;
+                return true;
             }
             if idle {
                 core.sweep();

@@ -152,6 +152,13 @@ impl State {
                 Task::Done(_) => unreachable!("a request completes once"),
             }
         });
+        if self.core.is_broken() {
+            // Nothing else announces what is left.
+            if self.core.len() > 0 {
+                cx.waker().wake_by_ref();
+            }
+            return true;
+        }
         !completed && !self.core.can_submit()
     }
 }
