@@ -19,6 +19,18 @@ pub fn open_files() -> u64 {
     getrlimit(Resource::Nofile).current.unwrap_or(1 << 20)
 }
 
+/// A remedy for errors by limits of a process, as the end of a sentence.
+pub fn remedy(error: &str) -> Option<&'static str> {
+    let remedies = [
+        (libc::ENOMEM, "raise the limit on memory (ulimit -v), or set a smaller --depth or --block-size"),
+        (libc::EMFILE, "raise the limit on open files (ulimit -n)"),
+        (libc::ENFILE, "raise the system's limit on open files (sysctl fs.file-max)"),
+        (libc::EFBIG, "raise the limit on the size of files (ulimit -f), or use a file system for larger ones"),
+    ];
+    let is_of = |code: i32| error.contains(&format!("(os error {code})"));
+    remedies.into_iter().find(|(code, _)| is_of(*code)).map(|(_, remedy)| remedy)
+}
+
 /// One in so many of the files that this process may have open.
 pub fn share_of_open_files(of: u64) -> usize {
     usize::try_from(open_files() / of).unwrap_or(usize::MAX)

@@ -6,7 +6,7 @@ use crate::remote::{Provider, daemon};
 use crate::ssh;
 use clap::{Args, ValueEnum};
 use rustix::fs::{Mode, OFlags};
-use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::consts::{SIGINT, SIGTERM, SIGXFSZ};
 use std::ffi::{OsStr, OsString};
 use std::io::IsTerminal;
 use std::os::fd::OwnedFd;
@@ -18,6 +18,7 @@ use std::sync::atomic::Ordering;
 use std::time::Instant;
 use thruway_cli::{Common, Failed, units};
 use thruway_engine::digest::Algorithm;
+use thruway_engine::limits;
 use thruway_engine::stage::StageStats;
 use thruway_fabric::iwarp;
 use thruway_transfer::auth::Credentials;
@@ -131,6 +132,9 @@ enum When {
     Off,
 }
 
+/// Open files with which a copy works at all.
+const OPEN_FILES_MIN: u64 = 64;
+
 /// What to say of an option that other programs have, beside that `cp` has not.
 pub(crate) fn hint(argument: &str) -> Option<&'static str> {
     match argument {
@@ -180,7 +184,15 @@ fn copy(
     sources: &[Given<'_>],
     target: &Given<'_>,
 ) -> Result<(Finished, bool, Vec<StageStats>), String> {
-    thruway_engine::limits::raise_open_files();
+    limits::raise_open_files();
+    // A write beyond the limit on the size of files is an error of its file.
+    if let Err(error) = signal_hook::flag::register(SIGXFSZ, Arc::default()) {
+        tracing::debug!(%error, "handling SIGXFSZ");
+    }
+    let open_files = limits::open_files();
+    if open_files < OPEN_FILES_MIN {
+        return Err(format!("needs {OPEN_FILES_MIN} open files, the limit is {open_files}; raise it (ulimit -n)"));
+    }
     let pipelines = PipelineSet::new().map_err(|e| e.to_string())?;
     let mut peer = None;
     let mut job = match &target.0 {
@@ -199,6 +211,10 @@ fn copy(
         if path.is_empty() && report.kind == ReportKind::LeftOut && quiet {
             return;
         }
+        let message = match limits::remedy(&message) {
+            Some(remedy) => format!("{message}; {remedy}"),
+            None => message,
+        };
         if path.is_empty() {
             thruway_cli::say_error!("thruway cp: {message}");
         } else {
@@ -234,7 +250,8 @@ fn copy(
         let kept = progress.bytes.load(Ordering::Relaxed) > 0 && !why.contains(NOT_KEPT);
         let hint =
             resume.filter(|_| kept).map_or(String::new(), |how| format!("; what has arrived is kept, and {how}"));
-        format!("{}: {why}{hint}", job.remote.label)
+        let remedy = limits::remedy(&why).map_or(String::new(), |remedy| format!("; {remedy}"));
+        format!("{}: {why}{remedy}{hint}", job.remote.label)
     })?;
     tracing::info!("provider {}: {}", finished.provider, finished.detail);
     Ok((finished, job.encrypt, pipelines.stats()))

@@ -585,6 +585,29 @@ fn long_lists_of_excluded_names_do_not_end_a_mirror() {
 }
 
 #[test]
+fn limits_of_the_process_are_errors_with_a_remedy() {
+    let lab = Lab::new();
+    let source = lab.mkdir("source");
+    write(source.join("small"), "content");
+    fs::write(source.join("large"), noise(1 << 20, 1)).unwrap();
+    for (limit, status, expected) in [
+        ("-v 200000", 1, "ulimit -v"),
+        ("-n 20", 1, "ulimit -n"),
+        ("-f 100", 1, "large: File too large (os error 27); raise the limit on the size of files (ulimit -f)"),
+    ] {
+        let copy = lab.path(&limit.replace(' ', ""));
+        let script = format!("ulimit {limit}; exec \"$0\" cp --json -r \"$1\" \"$2\"");
+        let mut command = Command::new("sh");
+        command.args(["-c", &script, THRUWAY]).arg(slash(&source)).arg(&copy);
+        let out = command.env("THRUWAY_LOG", "warn").stdin(Stdio::null()).output().unwrap();
+        assert_eq!(out.status.code(), Some(status), "{limit}: {}", stderr(&out));
+        assert!(stderr(&out).contains(expected), "{limit}: {}", stderr(&out));
+        assert!(!stderr(&out).contains("trying again"), "{limit}: {}", stderr(&out));
+        assert_eq!(copy.join("small").exists(), limit.starts_with("-f"), "{limit}");
+    }
+}
+
+#[test]
 fn a_ring_that_breaks_ends_no_process() {
     let lab = Lab::new();
     let (source, served) = (lab.mkdir("source"), lab.mkdir("served"));

@@ -13,7 +13,7 @@ use self::transfer::TransferService;
 use self::user::User;
 use crate::{Cli, Command};
 use clap::{Args, Parser, ValueEnum};
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGXFSZ};
 use signal_hook::iterator::Signals;
 use std::ffi::OsString;
 use std::net::SocketAddr;
@@ -233,6 +233,8 @@ fn with_config(path: &Path) -> Result<ServeArgs, Mistakes> {
 fn serve(args: &ServeArgs, common: &Common) -> Result<(), String> {
     thruway_engine::limits::raise_open_files();
     let signals = Signals::new([SIGHUP, SIGINT, SIGTERM, SIGUSR1]).map_err(|e| e.to_string())?;
+    // A write beyond the limit on the size of files is an error of its request.
+    signal_hook::flag::register(SIGXFSZ, std::sync::Arc::default()).map_err(|e| e.to_string())?;
     prepare_state(args);
     // Made when there is none, or only read: no affair of a daemon that serves already.
     let credentials = wants_transfer(args).then(|| transfer::credentials(args)).transpose()?;

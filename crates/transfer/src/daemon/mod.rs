@@ -609,8 +609,17 @@ impl Session<'_> {
         let stages = self.shared.pipelines.pick();
         stages.bind_current_thread();
         let pipeline = stages.with_pool(blocks, block_len as usize, link.is_long());
-        let pipeline = pipeline.map_err(|e| LocalError::io("memory for blocks", e))?;
-        link.attach(&pipeline.pool)?;
+        let pipeline = pipeline.map_err(|e| SessionError::from(LocalError::io("memory for blocks", e)));
+        let pipeline = match pipeline.and_then(|pipeline| Ok(link.attach(&pipeline.pool).map(|()| pipeline)?)) {
+            Ok(pipeline) => pipeline,
+            Err(error) => {
+                tracing::warn!(peer = %self.peer, %error, "session refused");
+                // A daemon of its own has no other sessions that could end.
+                let is_own = matches!(config.credentials, Credentials::Secret(_));
+                let code = if is_own { AbortCode::Failed } else { AbortCode::Busy };
+                return self.refuse(link, code, error.to_string());
+            }
+        };
         link.set_peer_revocable(asked.revocable);
         let role = if asked.direction == Direction::Push { Role::Sink } else { Role::Source };
         link.send(&Control::ChannelsReply(count))?;

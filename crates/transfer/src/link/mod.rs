@@ -77,7 +77,14 @@ impl From<Violation> for LinkError {
 impl LinkError {
     /// Whether trying again may help.
     pub fn is_transient(&self) -> bool {
-        matches!(self, LinkError::Closed(_) | LinkError::DataLost(_) | LinkError::Silent | LinkError::Fabric(_))
+        match self {
+            // A limit of this process: memory, open files.
+            LinkError::Fabric(thruway_fabric::Error::Io { source, .. }) => {
+                !matches!(source.raw_os_error(), Some(libc::ENOMEM | libc::EMFILE | libc::ENFILE))
+            }
+            LinkError::Closed(_) | LinkError::DataLost(_) | LinkError::Silent | LinkError::Fabric(_) => true,
+            _ => false,
+        }
     }
 }
 
