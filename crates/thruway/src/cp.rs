@@ -409,7 +409,16 @@ fn job_id(args: &CpArgs, export: &str) -> [u8; 16] {
 
 /// What a local copy must not do to itself.
 fn check_overlap(args: &CpArgs, local: &[(PathBuf, Vec<u8>)], target: &Path) -> Result<(), String> {
-    let Ok(destination) = std::fs::canonicalize(target) else { return Ok(()) };
+    let destination = match std::fs::canonicalize(target) {
+        Ok(destination) => destination,
+        // It is to be made.
+        Err(_) => {
+            let absolute = std::path::absolute(target).unwrap_or_else(|_| target.into());
+            let (Some(parent), Some(name)) = (absolute.parent(), absolute.file_name()) else { return Ok(()) };
+            let Ok(parent) = std::fs::canonicalize(parent) else { return Ok(()) };
+            parent.join(name)
+        }
+    };
     for (path, name) in local {
         let Ok(source) = std::fs::canonicalize(path) else { continue };
         let goes_to = match destination.is_dir() {
@@ -419,6 +428,9 @@ fn check_overlap(args: &CpArgs, local: &[(PathBuf, Vec<u8>)], target: &Path) -> 
         let real = std::fs::canonicalize(&goes_to).unwrap_or(goes_to);
         if source == real || is_one_file(&source, &real) {
             return Err(format!("'{}' and '{}' are the same file", shown(path), shown(&real)));
+        }
+        if args.recursive() && source.is_dir() && real.starts_with(&source) {
+            return Err(format!("cannot copy '{}' into itself, '{}'", shown(path), shown(&real)));
         }
         if args.delete && source.starts_with(&real) {
             return Err(format!("'{}' is inside '{}', where --delete would remove it", path.display(), real.display()));

@@ -246,19 +246,44 @@ fn a_copy_does_not_swallow_itself() {
     write(lab.path("a/m/f"), "x");
     let served = lab.path("a");
     let daemon = lab.serve(&served);
-    for target in [lab.path("a/m/n").into_os_string(), daemon.url("e/m/o")] {
-        // Whether the walk meets the destination depends on which is there first.
-        for attempt in 0..2 {
-            let out = try_cp(&lab, &args(&[&"-r", &slash(&lab.path("a")), &target]));
-            assert!(attempt == 0 || out.status.code() == Some(1));
-            assert!(attempt == 0 || stderr(&out).contains("copied into itself"), "{}", stderr(&out));
-        }
+    // Locally nothing is made.
+    for (source, target) in
+        [(slash(&lab.path("a")), "a/m/n"), (lab.path("a").into(), "a/m"), (lab.path("a").into(), "a/n")]
+    {
+        let out = try_cp(&lab, &args(&[&"-r", &source, &lab.path(target)]));
+        assert_eq!(out.status.code(), Some(1));
+        assert!(stderr(&out).contains("into itself"), "{}", stderr(&out));
+        assert_eq!((names(&lab.path("a")), names(&lab.path("a/m"))), (vec!["m".into()], vec!["f".into()]));
     }
-    assert_eq!(names(&lab.path("a/m")), ["f", "n", "o"]);
-    for new in ["n", "o"] {
-        let copied = names(&lab.path("a/m").join(new).join("m"));
-        assert!(copied.iter().all(|n| n == "f" || n == "n"), "{copied:?}");
+    // Whether the walk meets the destination depends on which is there first.
+    for attempt in 0..2 {
+        let out = try_cp(&lab, &args(&[&"-r", &slash(&lab.path("a")), &daemon.url("e/m/o")]));
+        assert!(attempt == 0 || out.status.code() == Some(1));
+        assert!(attempt == 0 || stderr(&out).contains("copied into itself"), "{}", stderr(&out));
     }
+    assert_eq!(names(&lab.path("a/m")), ["f", "o"]);
+    let copied = names(&lab.path("a/m/o/m"));
+    assert!(copied.iter().all(|n| n == "f"), "{copied:?}");
+    // Nor is a source removed that is at the destination, or inside it, where a daemon of this machine is between.
+    let (a, e) = (slash(&lab.path("a")), daemon.url("e/"));
+    for list in [
+        args(&[&"-r", &"--delete", &a, &e]),
+        args(&[&"-r", &a, &e]),
+        args(&[&"-r", &"--delete", &slash(&lab.path("a/m")), &e]),
+        args(&[&"-r", &"--delete", &lab.path("a/m"), &e]),
+        args(&[&lab.path("a/m/f"), &daemon.url("e/m")]),
+        args(&[&"-r", &"--delete", &daemon.url("e/m/"), &lab.path("a")]),
+        args(&[&"-r", &"--delete", &daemon.url("e/"), &lab.path("a")]),
+        args(&[&daemon.url("e/m/f"), &lab.path("a/m")]),
+    ] {
+        let out = try_cp(&lab, &list);
+        assert_eq!(out.status.code(), Some(1), "{list:?}");
+        let said = stderr(&out);
+        assert!(said.contains("are the same") || said.contains("is inside the destination"), "{list:?} {said}");
+        assert_eq!((names(&lab.path("a")), names(&lab.path("a/m"))), (vec!["m".into()], vec!["f".into(), "o".into()]));
+    }
+    cp(&lab, &args(&[&"-r", &slash(&lab.path("a/m/o")), &daemon.url("e/p")]));
+    fs::remove_dir_all(lab.path("a/p")).unwrap();
     for list in [
         args(&[&"-r", &"--delete", &slash(&lab.path("a/m")), &lab.path("a")]),
         args(&[&lab.path("a/m/f"), &lab.path("a/m")]),

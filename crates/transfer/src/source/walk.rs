@@ -280,6 +280,10 @@ impl Walker {
             return Ok(());
         }
         let fd = Arc::new(fd);
+        if let Some(why) = self.overlap(&fd, &stat, &root.name) {
+            self.refuse(&shown, why);
+            return Ok(());
+        }
         if FileType::from_raw_mode(stat.st_mode) == FileType::Directory {
             if !self.params.options.recursive {
                 self.refuse(&shown, "is a directory (use -r to copy it)");
@@ -399,6 +403,54 @@ impl Walker {
             }
         }
         Ok(complete)
+    }
+
+    /// Why a source must not be copied to a destination on this machine: it is the destination, or is inside it, where
+    /// `--delete` would remove it.
+    fn overlap(&self, source: &OwnedFd, stat: &Stat, name: &[u8]) -> Option<&'static str> {
+        let destination = self.destination.as_ref()?;
+        let is_destination = |stat: &Stat| (stat.st_dev, stat.st_ino) == (destination.device, destination.inode);
+        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let same = "is the destination itself; source and destination are the same";
+        let (mut below, mut here, mut depth) = (*stat, None, 0);
+        if FileType::from_raw_mode(stat.st_mode) == FileType::Directory {
+            if name.is_empty() && is_destination(stat) {
+                return Some(same);
+            }
+        } else {
+            // The directory of the file itself, where the source is a link to it.
+            let path = rustix::fs::readlink(format!("/proc/self/fd/{}", source.as_raw_fd()), Vec::new()).ok()?;
+            let (parent, _) = beneath::split(path.to_bytes());
+            let parent = if parent.is_empty() { &b"/"[..] } else { parent };
+            here = Some(rustix::fs::open(parent, flags, Mode::empty()).ok()?);
+        }
+        let name = CString::new(name).ok()?;
+        loop {
+            here = match here.take() {
+                Some(here) => Some(here),
+                None => Some(rustix::fs::openat(source, c"..", flags, Mode::empty()).ok()?),
+            };
+            let dir = here.as_ref()?;
+            let stat = rustix::fs::fstat(dir).ok()?;
+            if is_destination(&stat) {
+                // The only entry of it that is written to.
+                let entry = rustix::fs::statat(dir, &name, AtFlags::SYMLINK_NOFOLLOW);
+                let is_written = name.is_empty()
+                    || entry.is_ok_and(|entry| (entry.st_dev, entry.st_ino) == (below.st_dev, below.st_ino));
+                return match is_written {
+                    true if depth == 0 && !name.is_empty() => Some(same),
+                    true if self.params.options.delete => {
+                        Some("is inside the destination, where --delete would remove it")
+                    }
+                    _ => None,
+                };
+            }
+            if (stat.st_dev, stat.st_ino) == (below.st_dev, below.st_ino) {
+                return None;
+            }
+            let above = rustix::fs::openat(dir, c"..", flags, Mode::empty()).ok()?;
+            (below, here, depth) = (stat, Some(above), depth + 1);
+        }
     }
 
     /// Whether an entry is the destination, which then lies inside what is copied.
