@@ -5,6 +5,7 @@ mod support;
 use std::ffi::OsStr;
 use std::fs;
 use std::io::{BufRead, BufReader};
+use std::os::unix::fs::MetadataExt;
 use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Barrier};
@@ -93,7 +94,7 @@ fn thousands_of_sessions_at_once_are_all_served() {
 
 /// Connections of one user that do not say what they want hold up no other.
 #[test]
-fn who_says_nothing_holds_up_only_its_own_user() {
+fn connections_without_a_greeting_hold_up_no_copy() {
     let lab = Lab::new();
     let served = lab.mkdir("served");
     fs::write(lab.path("source"), noise(LEN, 5)).unwrap();
@@ -106,16 +107,21 @@ fn who_says_nothing_holds_up_only_its_own_user() {
         for one in silent: one.sendall(b'TWFT')\n\
         print('silent', flush=True)\n\
         sys.stdin.read()\n";
-    let mut silent = Command::new("setpriv")
-        .args(["--reuid=65534", "--regid=65534", "--clear-groups", "/usr/bin/python3", "-c", script, &daemon.addr])
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped())
-        .spawn()
-        .unwrap();
-    BufReader::new(silent.stdout.take().unwrap()).read_line(&mut String::new()).unwrap();
-    let (source, fixed) = (lab.path("source"), ["--provider", "tcp", "--retries", "0"].map(OsStr::new));
-    cp(&lab, &[&fixed[..], &[source.as_os_str(), &daemon.url("e/copy")]].concat());
-    assert_eq!(fs::read(served.join("copy")).unwrap(), noise(LEN, 5));
-    silent.kill().unwrap();
-    silent.wait().unwrap();
+    // Another user's, and the copying user's own.
+    let own = fs::metadata("/proc/self").unwrap().uid();
+    for user in [NOBODY, own] {
+        let mut silent = Command::new("setpriv")
+            .args([format!("--reuid={user}"), format!("--regid={user}")])
+            .args(["--clear-groups", "/usr/bin/python3", "-c", script, &daemon.addr])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        BufReader::new(silent.stdout.take().unwrap()).read_line(&mut String::new()).unwrap();
+        let (source, fixed) = (lab.path("source"), ["--provider", "tcp", "--retries", "0"].map(OsStr::new));
+        cp(&lab, &[&fixed[..], &[source.as_os_str(), &daemon.url("e/copy")]].concat());
+        assert_eq!(fs::read(served.join("copy")).unwrap(), noise(LEN, 5));
+        silent.kill().unwrap();
+        silent.wait().unwrap();
+    }
 }

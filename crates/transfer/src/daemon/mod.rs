@@ -3,18 +3,20 @@
 //! One thread listens and hands connections out; every session has a thread, a device and a pool
 //! of its own, so nothing on the data path is shared between sessions but the stages' queues.
 
+mod greetings;
 mod request;
 
 use crate::access::{AuthorizedKeys, Principal};
 use crate::auth::{Credentials, PublicKey};
 use crate::channel_registry::ChannelRegistry;
-use crate::link::{Arrival, Channels, Greeting, Link, LinkError, Role, blocks_for, greet};
+use crate::link::{Arrival, Channels, Link, LinkError, Role, blocks_for, greet};
 use crate::session::{Cancel, LocalError, OnReport, PipelineSet, Progress, SessionError, SessionParams};
 use crate::sink;
 use crate::source;
 use crate::wire::{
     self, AbortCode, AuthKind, Control, Direction, Hello, ListEntry, SessionReply, SessionRequest, Summary, Token,
 };
+use greetings::Greetings;
 use request::{Served, Work};
 use rustix::fs::{Mode, OFlags};
 use std::collections::HashMap;
@@ -47,10 +49,8 @@ pub struct Export {
 /// Name of the export that is always there: `zero` to read from, `null` to write to.
 pub const DEV_EXPORT: &str = "dev";
 
-/// Connections whose greeting is being read, in all, from one origin, and waiting for it. Fewer where descriptors are few.
+/// Connections over plain TCP whose greeting is being read. Fewer where descriptors are few.
 const GREETINGS_MAX: usize = 512;
-const GREETINGS_OF_ONE_MAX: usize = 128;
-const GREETINGS_WAITING_MAX: usize = 4096;
 /// Peers that have not proved yet who they are, in all, from one origin, and waiting their turn. Fewer where descriptors
 /// are few.
 const HANDSHAKES_MAX: usize = 256;
@@ -129,7 +129,7 @@ struct Shared {
     pipelines: Arc<PipelineSet>,
     exports: HashMap<String, Served>,
     authorized: RwLock<AuthorizedKeys>,
-    greetings: Arc<Admission<(TcpStream, Vec<u8>)>>,
+    greetings: Arc<Greetings>,
     handshakes: Arc<Admission<Caller>>,
     channels: Mutex<ChannelRegistry<Arrival>>,
     /// Sessions in progress, by a number of their own.
@@ -240,7 +240,7 @@ impl Daemon {
         let authorized = RwLock::new(std::mem::take(&mut config.authorized));
         let shared = Arc::new(Shared {
             authorized,
-            greetings: Admission::new(greeting_limits(), waker(&device)),
+            greetings: Greetings::new(limits::share_of_open_files(8).clamp(4, GREETINGS_MAX)),
             handshakes: Admission::new(handshake_limits(), waker(&device)),
             config,
             pipelines,
@@ -273,13 +273,12 @@ impl Daemon {
     pub fn run(self) -> thruway_fabric::Result<()> {
         let shared = &self.shared;
         while !shared.stop.load(Ordering::SeqCst) {
-            shared.follow_greetings(shared.greetings.go_on());
             shared.follow(shared.handshakes.go_on());
             match self.device.poll_event() {
                 Some(ConnectionEvent::Request(request)) => shared.route(request),
                 Some(ConnectionEvent::Foreign { stream, prefix, peer }) => {
                     let origin = Origin::of_stream(&stream, peer);
-                    shared.follow_greetings(shared.greetings.arrive(origin, (stream, prefix)));
+                    shared.follow_greeting(origin, stream, prefix);
                 }
                 Some(_) => {}
                 None => {
@@ -321,25 +320,22 @@ impl Shared {
         }
     }
 
-    /// Reads callers' greetings, each on a thread of its own.
-    fn follow_greetings(self: &Arc<Shared>, answer: Answer<(TcpStream, Vec<u8>)>) {
-        for (stream, _) in answer.refuse {
-            tracing::debug!(peer = ?stream.peer_addr().ok(), "refused: too many connections that have not said what they want");
-        }
-        for ((stream, prefix), turn) in answer.begin {
-            let shared = Arc::clone(self);
-            let thread = std::thread::Builder::new().name("greeting".into()).stack_size(128 << 10);
-            let spawned = thread.spawn(move || {
-                let greeting = greet(stream, &prefix);
-                drop(turn);
-                match greeting {
-                    Ok(Greeting { hello, stream }) => shared.admit(&hello, stream),
-                    Err(error) => tracing::debug!(%error, "no greeting"),
-                }
-            });
-            if let Err(error) = spawned {
-                tracing::warn!(%error, "cannot read a greeting");
-            }
+    /// Reads a caller's greeting on a thread of its own.
+    fn follow_greeting(self: &Arc<Shared>, origin: Origin, stream: TcpStream, prefix: Vec<u8>) {
+        let Some(turn) = self.greetings.begin(origin, stream) else {
+            return tracing::debug!(%origin, "refused: too many connections without a greeting");
+        };
+        let shared = Arc::clone(self);
+        let thread = std::thread::Builder::new().name("greeting".into()).stack_size(128 << 10);
+        let spawned = thread.spawn(move || match greet(turn.stream(), &prefix) {
+            Ok(hello) => match turn.end() {
+                Some(stream) => shared.admit(&hello, stream),
+                None => tracing::debug!(%origin, "evicted before its greeting was read"),
+            },
+            Err(error) => tracing::debug!(%error, "no greeting"),
+        });
+        if let Err(error) = spawned {
+            tracing::warn!(%error, "cannot read a greeting");
         }
     }
 
@@ -693,16 +689,6 @@ fn waker(device: &Device) -> impl Fn() + Send + Sync + 'static {
 
 /// A connection that has waited this long for its turn is refused: its client would have given up by now, or soon will.
 const PATIENCE: Duration = Duration::from_secs(8);
-
-fn greeting_limits() -> Limits {
-    let all = limits::share_of_open_files(8).clamp(4, GREETINGS_MAX);
-    Limits {
-        all,
-        per_origin: GREETINGS_OF_ONE_MAX.min(all.div_ceil(2)),
-        waiting: limits::share_of_open_files(8).clamp(8, GREETINGS_WAITING_MAX),
-        patience: PATIENCE,
-    }
-}
 
 fn handshake_limits() -> Limits {
     let share = limits::share_of_open_files;

@@ -10,7 +10,7 @@ mod tcp;
 
 pub(crate) use channel_scaler::{BUSY_BLOCKS, BUSY_BYTES, ChannelScaler, blocks_for, first_channels};
 pub use rdma::Window;
-pub(crate) use tcp::{Greeting, Receive, greet, splice};
+pub(crate) use tcp::{Receive, greet, splice};
 
 use crate::auth::{AuthError, Credentials, Handshake, PublicKey, Secured};
 use crate::protocol::Violation;

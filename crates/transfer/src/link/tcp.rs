@@ -42,14 +42,8 @@ pub(crate) trait Receive: Send + Sync {
     fn piece(&self, header: &BlockHeader, stream: &TcpStream) -> io::Result<()>;
 }
 
-/// A connection whose caller has said who it is.
-pub(crate) struct Greeting {
-    pub(crate) hello: Hello,
-    pub(crate) stream: TcpStream,
-}
-
 /// Reads a caller's greeting; `prefix` is what has been read of it already.
-pub(crate) fn greet(mut stream: TcpStream, prefix: &[u8]) -> io::Result<Greeting> {
+pub(crate) fn greet(mut stream: &TcpStream, prefix: &[u8]) -> io::Result<Hello> {
     let deadline = Instant::now() + GREETING_TIMEOUT;
     let invalid = || io::Error::new(io::ErrorKind::InvalidData, "neither MPA nor RFTP");
     let mut seen = prefix.to_vec();
@@ -88,7 +82,7 @@ pub(crate) fn greet(mut stream: TcpStream, prefix: &[u8]) -> io::Result<Greeting
     }
     let hello = Hello::decode(&seen[MAGIC.len() + 2..]).map_err(|e| io::Error::new(io::ErrorKind::InvalidData, e))?;
     stream.set_read_timeout(None)?;
-    Ok(Greeting { hello, stream })
+    Ok(hello)
 }
 
 fn dial(addr: SocketAddr, hello: &Hello) -> Result<TcpStream, LinkError> {

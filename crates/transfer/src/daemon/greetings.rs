@@ -1,0 +1,152 @@
+//! Connections over plain TCP whose greeting is being read.
+//!
+//! Each has a thread, and any peer can connect. A new connection evicts another when there are many: the oldest of the
+//! origin with the most, as for iWARP. So peers that do not complete their greeting keep no other out.
+
+use super::lock;
+use std::collections::HashMap;
+use std::net::{Shutdown, TcpStream};
+use std::sync::{Arc, Mutex};
+use thruway_tcp::{ByOrigin, Origin};
+
+/// The greetings in progress of a daemon.
+pub(super) struct Greetings {
+    max: usize,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    next: u64,
+    streams: HashMap<u64, Arc<TcpStream>>,
+    by_origin: ByOrigin<u64>,
+    /// Greetings that have not ended, evicted ones included.
+    threads: usize,
+    closed: bool,
+}
+
+/// A greeting in progress; it ends on drop.
+pub(super) struct Turn {
+    greetings: Arc<Greetings>,
+    origin: Origin,
+    number: u64,
+    stream: Option<Arc<TcpStream>>,
+}
+
+impl Greetings {
+    pub(super) fn new(max: usize) -> Arc<Greetings> {
+        Arc::new(Greetings { max, state: Mutex::default() })
+    }
+
+    /// Begins a greeting, and may evict another. `None` after [`Greetings::close`], or while the threads of as many evicted
+    /// ones have not ended.
+    pub(super) fn begin(self: &Arc<Self>, origin: Origin, stream: TcpStream) -> Option<Turn> {
+        let mut state = lock(&self.state);
+        if state.closed || state.threads >= 2 * self.max {
+            return None;
+        }
+        if state.streams.len() >= self.max
+            && let Some((from, number)) = state.by_origin.give_way(origin)
+            && let Some(evicted) = state.remove(from, number)
+        {
+            // Its thread reads the end of the connection.
+            let _ = evicted.shutdown(Shutdown::Both);
+        }
+        let (number, stream) = (state.next, Arc::new(stream));
+        state.next += 1;
+        state.threads += 1;
+        state.streams.insert(number, Arc::clone(&stream));
+        state.by_origin.insert(origin, number);
+        drop(state);
+        Some(Turn { greetings: Arc::clone(self), origin, number, stream: Some(stream) })
+    }
+
+    /// Ends all greetings, and begins no more.
+    pub(super) fn close(&self) {
+        let mut state = lock(&self.state);
+        state.closed = true;
+        for stream in state.streams.values() {
+            let _ = stream.shutdown(Shutdown::Both);
+        }
+    }
+}
+
+impl State {
+    fn remove(&mut self, origin: Origin, number: u64) -> Option<Arc<TcpStream>> {
+        self.by_origin.remove(origin, number);
+        self.streams.remove(&number)
+    }
+}
+
+impl Turn {
+    pub(super) fn stream(&self) -> &TcpStream {
+        self.stream.as_ref().expect("taken only at the end")
+    }
+
+    /// Ends the greeting; its connection goes on. `None` if it was evicted.
+    pub(super) fn end(mut self) -> Option<TcpStream> {
+        lock(&self.greetings.state).remove(self.origin, self.number)?;
+        Arc::into_inner(self.stream.take()?)
+    }
+}
+
+impl Drop for Turn {
+    fn drop(&mut self) {
+        let mut state = lock(&self.greetings.state);
+        state.remove(self.origin, self.number);
+        state.threads -= 1;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::Read;
+    use std::net::TcpListener;
+
+    /// Two ends of a connection.
+    fn pair() -> (TcpStream, TcpStream) {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let client = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        (client, listener.accept().unwrap().0)
+    }
+
+    fn host(number: u8) -> Origin {
+        Origin::of_host([192, 0, 2, number].into())
+    }
+
+    #[test]
+    fn the_oldest_greeting_of_the_busiest_origin_gives_way() {
+        let greetings = Greetings::new(4);
+        let mut clients = Vec::new();
+        let mut begin = |from| {
+            let (client, server) = pair();
+            clients.push(client);
+            greetings.begin(host(from), server)
+        };
+        let other = begin(2).unwrap();
+        let mut silent: Vec<Turn> = (0..6).map(|_| begin(1).unwrap()).collect();
+        // Those evicted have read the end; the rest, and another origin's, go on.
+        let ended = |turn: &Turn| turn.stream().read(&mut [0]).is_ok_and(|n| n == 0);
+        assert!(silent[..3].iter().all(ended));
+        let new = begin(3).expect("a new origin");
+        assert!(begin(1).is_none(), "threads of evicted ones have not ended");
+        drop(silent.drain(..3));
+        let last = begin(1).unwrap();
+        assert!(last.end().is_some() && other.end().is_some() && new.end().is_some());
+        let left = silent.into_iter().filter(|turn| lock(&greetings.state).streams.contains_key(&turn.number));
+        assert!({ left }.all(|turn| turn.end().is_some()));
+        let state = lock(&greetings.state);
+        assert_eq!((state.threads, state.streams.len()), (0, 0));
+    }
+
+    #[test]
+    fn no_greeting_begins_after_the_end() {
+        let greetings = Greetings::new(4);
+        let (_client, server) = pair();
+        let turn = greetings.begin(host(1), server).unwrap();
+        greetings.close();
+        assert_eq!(turn.stream().read(&mut [0]).unwrap(), 0);
+        assert!(greetings.begin(host(1), pair().1).is_none());
+    }
+}
