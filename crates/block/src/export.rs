@@ -8,7 +8,7 @@ use crate::fence::Fence;
 use crate::identity::{self, Identity};
 use crate::layer::{self, LayerSpec};
 use crate::served::Served;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use thruway_engine::units::{Invalid, parse_size};
 
@@ -79,6 +79,17 @@ pub enum Source {
         /// Two or more.
         members: Vec<Source>,
     },
+}
+
+impl Source {
+    /// The files and devices that hold the data.
+    pub fn paths(&self) -> Vec<&Path> {
+        match self {
+            Source::Path(path) => vec![path],
+            Source::Memory(_) => Vec::new(),
+            Source::Stripe { members, .. } => members.iter().flat_map(Source::paths).collect(),
+        }
+    }
 }
 
 /// An option of a disk: how it is written, and what it means. Command line, configuration file, help and book are generated from

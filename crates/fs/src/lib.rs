@@ -6,6 +6,7 @@
 //! - [`listing`]: the names in a directory. [`walk`], [`remove`]: trees of any depth, with few descriptors.
 //! - [`sparse`]: the data and the holes of a file.
 //! - [`lease`]: hearing of it before another program changes a file.
+//! - [`disk_lock`]: files that programs use as disks.
 //! - [`durable`]: atomic, durable replacement of small files.
 //! - [`volumes`]: the file systems that a session writes to, synced so that no write-back error is missed.
 //! - [`superblock`]: which file system a file is on, while it is mounted and after that.
@@ -16,6 +17,7 @@
 pub mod acl;
 pub mod beneath;
 pub mod credentials;
+pub mod disk_lock;
 pub mod durable;
 pub mod handle;
 pub mod identity;

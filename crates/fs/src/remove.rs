@@ -1,9 +1,10 @@
 //! Removes an entry with all beneath it.
 //!
 //! Iterative, with one descriptor whatever the depth: up again goes by `..`, checked against where the way down began.
-//! Never follows a link, never leaves the file system, and leaves alone what its caller spares.
+//! Never follows a link, never leaves the file system, and leaves alone what its caller spares, and files that are in
+//! use as disks.
 
-use crate::listing;
+use crate::{disk_lock, listing};
 use rustix::fs::{AtFlags, Mode, OFlags, Stat};
 use std::ffi::{CStr, CString};
 use std::io;
@@ -154,6 +155,9 @@ impl Remover<'_> {
             let is_dir = rustix::fs::FileType::from_raw_mode(stat.st_mode).is_dir();
             removed.count += u64::from(!is_dir);
             return Ok(!is_dir);
+        }
+        if disk_lock::is_disk(&dir, name) {
+            return Err(io::Error::new(io::ErrorKind::ResourceBusy, "the file is in use as a disk"));
         }
         match rustix::fs::unlinkat(&dir, name, AtFlags::empty()) {
             Ok(()) => removed.count += 1,

@@ -733,6 +733,65 @@ fn a_link_to_a_device_pipe_or_socket_is_refused_as_the_destination() {
 }
 
 #[test]
+fn a_served_disk_is_neither_replaced_nor_removed() {
+    let lab = Lab::new();
+    let (served, source, none) = (lab.mkdir("served"), lab.mkdir("source"), lab.mkdir("none"));
+    for dir in ["", "dir"] {
+        fs::create_dir_all(served.join(dir)).unwrap();
+        let disk = fs::File::create(served.join(dir).join("disk.img")).unwrap();
+        disk.set_len(1 << 20).unwrap();
+    }
+    write(source.join("disk.img"), "another");
+    let block = |path: &Path| export("d", path, "");
+    let list = ["--nbd", "127.0.0.1:0", "--export"].map(OsStr::new);
+    let (exported, disk) = (export("e", &served, ""), block(&served.join("disk.img")));
+    let daemon = Daemon::start(&[&list[..], &[&exported, OsStr::new("--block"), &disk]].concat());
+    let mut inner = Command::new(THRUWAY);
+    inner.args(["serve", "--json", "--nbd", "127.0.0.1:0", "--block"]).arg(block(&served.join("dir/disk.img")));
+    let mut inner = inner.stdout(Stdio::piped()).spawn().unwrap();
+    std::io::Read::read(inner.stdout.as_mut().unwrap(), &mut [0; 10]).unwrap();
+    let refused = |list: Vec<OsString>| {
+        let out = try_cp(&lab, &list);
+        assert_eq!(out.status.code(), Some(1), "{list:?}");
+        assert!(stderr(&out).contains("in use as a disk"), "{list:?} {}", stderr(&out));
+        for path in ["disk.img", "dir/disk.img"] {
+            assert_eq!(fs::metadata(served.join(path)).unwrap().len(), 1 << 20, "{path}");
+        }
+    };
+    let file = source.join("disk.img");
+    // By the daemon that serves it, by another process, by its name or in a directory, with attributes and links.
+    refused(args(&[&file, &daemon.url("e/disk.img")]));
+    refused(args(&[&"-a", &slash(&source), &daemon.url("e/")]));
+    refused(args(&[&file, &served.join("disk.img")]));
+    refused(args(&[&file, &served.join("dir")]));
+    refused(args(&[&"-r", &"--delete", &slash(&none), &served]));
+    refused(args(&[&"-r", &"--delete", &slash(&none), &daemon.url("e/")]));
+    inner.kill().unwrap();
+    inner.wait().unwrap();
+    drop(daemon);
+    cp(&lab, &args(&[&file, &served.join("disk.img")]));
+    assert_eq!(fs::read_to_string(served.join("disk.img")).unwrap(), "another");
+    // One file is not a share's and the disk's of one daemon, where that has a cache.
+    let mut share = OsString::from("s=");
+    share.push(&lab.mkdir("served/dir"));
+    let mut cached = block(&served.join("dir/disk.img"));
+    cached.push(",cache=4M:writeback");
+    let check = |disk: &OsStr| {
+        let mut command = thruway(lab.dir.path());
+        command.args(["serve", "--check", "--nfs-rpcbind", "none", "--share"]).arg(&share).arg("--block").arg(disk);
+        command.output().unwrap()
+    };
+    let out = check(&cached);
+    assert!(
+        out.status.code() == Some(2) && stderr(&out).contains("is in the directory of share 's'"),
+        "{}",
+        stderr(&out)
+    );
+    let out = check(&block(&served.join("dir/disk.img")));
+    assert!(out.status.success(), "{}", stderr(&out));
+}
+
+#[test]
 fn a_hard_link_of_the_source_is_the_same_file() {
     let lab = Lab::new();
     write(lab.path("f"), "content");

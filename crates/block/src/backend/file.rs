@@ -21,6 +21,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 use thruway_engine::io::{self as storage, OpenFile};
 use thruway_engine::{Segment, Segments, page_cache};
+use thruway_fs::disk_lock::{self, UNSHARED, USED};
 use thruway_fs::sparse;
 use tokio::runtime::Handle;
 use tokio::sync::{Mutex, RwLock, Semaphore};
@@ -473,9 +474,8 @@ fn member_len(device: &File) -> Option<u32> {
 /// How long what a daemon that was killed has in progress may take.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Locks a file that is served against other writers: other exports, other daemons, and qemu, whose locking protocol this is
-/// (qemu's block/file-posix.c). A locked byte from 100 on is a permission that its holder uses, one from 200 on a permission that it does not
-/// share.
+/// Locks a file that is served against other writers: other exports, other daemons, and qemu, by the protocol of
+/// [`disk_lock`].
 ///
 /// `alone`: no other export of this process has it open yet, and another holder may be about to close it.
 fn lock_file(file: &File, read_only: bool, alone: bool) -> io::Result<()> {
@@ -494,18 +494,10 @@ fn try_lock_file(file: &File, read_only: bool, alone: bool) -> io::Result<()> {
     const READ: i64 = 0;
     const WRITE: i64 = 1;
     const RESIZE: i64 = 3;
-    const USED: i64 = 100;
-    const UNSHARED: i64 = 200;
     let does: &[i64] = if read_only { &[READ] } else { &[READ, WRITE] };
-    let lock = |byte: i64, kind: libc::c_int| {
-        // SAFETY: an all-zero structure is a valid one.
-        let mut lock: libc::flock = unsafe { std::mem::zeroed() };
-        (lock.l_type, lock.l_start, lock.l_len) = (kind as libc::c_short, byte, 1);
-        lock
-    };
     let held = does.iter().map(|what| USED + what).chain([WRITE, RESIZE].map(|what| UNSHARED + what));
     for byte in held {
-        let lock = lock(byte, libc::F_RDLCK);
+        let lock = disk_lock::range(libc::F_RDLCK, byte, 1);
         // SAFETY: the structure outlives the call; the lock goes with the open file.
         if unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &raw const lock) } != 0 {
             let error = io::Error::last_os_error();
@@ -522,10 +514,7 @@ fn try_lock_file(file: &File, read_only: bool, alone: bool) -> io::Result<()> {
     // Our locks are set first: of two that open it at the same time, at least one sees the other.
     let unbearable = does.iter().map(|what| UNSHARED + what).chain([WRITE, RESIZE].map(|what| USED + what));
     for byte in unbearable {
-        let mut lock = lock(byte, libc::F_WRLCK);
-        // SAFETY: the structure outlives the call, which writes to it who holds such a lock.
-        let asked = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_GETLK, &raw mut lock) } == 0;
-        if asked && libc::c_int::from(lock.l_type) != libc::F_UNLCK {
+        if disk_lock::conflicts(file, disk_lock::range(libc::F_WRLCK, byte, 1)).unwrap_or(false) {
             return Err(in_use());
         }
     }

@@ -183,9 +183,31 @@ pub(crate) fn run(args: &ServeArgs, common: &Common) -> Result<(), Failed> {
     };
     let nfs = || args.nfs.check(args.anonymous, args.user.is_some());
     let usage = args.block.check(args.anonymous).and_then(|()| nfs()).and_then(|()| transfer::check(args));
+    let usage = usage.and_then(|()| check_shared_disks(args));
     usage.map_err(|message| Failed::usage("serve", message))?;
     let done = if args.check { check(args) } else { serve(args, common) };
     done.map_err(|message| Failed::operation("serve", message))
+}
+
+/// Refuses to share a directory with the file of a disk that has a cache of its own: clients of one would not see the
+/// writes of the other. Paths are compared as they are now; other names of the file are not found.
+fn check_shared_disks(args: &ServeArgs) -> Result<(), String> {
+    let real = |path: &Path| std::fs::canonicalize(path).ok();
+    for disk in args.block.block.iter().filter(|disk| disk.layers.iter().any(|layer| layer.config.role().caches)) {
+        for path in disk.source.paths() {
+            let is_in = |dir: &Path| real(path).is_some_and(|path| real(dir).is_some_and(|dir| path.starts_with(dir)));
+            if let Some(share) = args.nfs.share.iter().find(|share| share.directory().is_some_and(is_in)) {
+                return Err(format!(
+                    "block export '{}': {} is in the directory of share '{}', whose clients would not see the disk's cache; \
+                     move the file, or leave out cache=",
+                    disk.name,
+                    path.display(),
+                    share.name()
+                ));
+            }
+        }
+    }
+    Ok(())
 }
 
 /// What is wrong with a configuration file, or with the options that it makes with those of the command line.

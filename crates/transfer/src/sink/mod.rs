@@ -137,7 +137,10 @@ impl Prepared {
             // Before any data is sent.
             let checked = std::ffi::CString::new(&**name).map_err(std::io::Error::from);
             checked
-                .and_then(|name| tree::check_destination(root, &name, target.confined))
+                .and_then(|name| {
+                    tree::check_destination(root, &name, target.confined)?;
+                    tree::check_disk(root, &name)
+                })
                 .map_err(|e| LocalError::io(crate::escape(name), e))?;
         }
         let (mut journal, mut earlier, mut leftovers) = (None, Earlier::default(), None);

@@ -132,7 +132,7 @@ impl Spec {
     }
 
     /// Its name.
-    pub(super) fn name(&self) -> &str {
+    pub(in crate::serve) fn name(&self) -> &str {
         &self.name
     }
 
@@ -169,7 +169,15 @@ impl Spec {
 
     /// Whether it is a directory of this host.
     pub(super) fn is_directory(&self) -> bool {
-        matches!(self.source, Source::Directory(_))
+        self.directory().is_some()
+    }
+
+    /// The directory of this host that it is.
+    pub(in crate::serve) fn directory(&self) -> Option<&Path> {
+        match &self.source {
+            Source::Directory(path) => Some(path),
+            Source::Memory(_) => None,
+        }
     }
 
     /// The file system of its directory; `None` for memory, and if the directory cannot be opened.

@@ -10,10 +10,10 @@ use std::ffi::{CStr, CString};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
-use thruway_fs::Identity;
 use thruway_fs::beneath::{self, Links, split};
 use thruway_fs::identity::nanoseconds;
 use thruway_fs::remove::{NEVER, Remover};
+use thruway_fs::{Identity, disk_lock};
 
 /// Entries of a session that are known as its own; of later ones it is not noticed that two names are one here.
 const OURS_MAX: usize = 8 << 20;
@@ -52,6 +52,16 @@ pub(crate) fn check_destination(dir: impl AsFd, name: &CStr, confined: bool) -> 
         FileType::Socket => refuse("a socket"),
         _ => Ok(()),
     }
+}
+
+/// # Errors
+/// [`io::ErrorKind::ResourceBusy`] if the entry is a file that a program uses as a disk.
+pub(crate) fn check_disk(dir: impl AsFd, name: &CStr) -> io::Result<()> {
+    if !disk_lock::is_disk(dir, name) {
+        return Ok(());
+    }
+    let why = "the file is in use as a disk, of a daemon or a virtual machine; not replacing or removing it";
+    Err(io::Error::new(io::ErrorKind::ResourceBusy, why))
 }
 
 fn is_link(stat: &Stat) -> bool {
@@ -133,9 +143,15 @@ impl Tree {
                 if kind == FileType::Symlink {
                     self.check_link(place)?;
                 }
+                Tree::check_disk(place)?;
                 Ok(rustix::fs::unlinkat(&place.dir, &place.name, AtFlags::empty())?)
             }
         }
+    }
+
+    /// Refuses to replace or remove a file that is in use as a disk.
+    fn check_disk(place: &Place) -> io::Result<()> {
+        check_disk(&place.dir, &place.name)
     }
 
     /// # Errors
@@ -235,6 +251,7 @@ impl Tree {
         }
         self.may_replace()?;
         self.is_of_this_copy(place)?;
+        Tree::check_disk(place)?;
         let temp = temp_name(&place.name, &[0x5a; 16], &crate::sink::journal::key_of(path));
         let _ = rustix::fs::unlinkat(&place.dir, &temp, AtFlags::empty());
         make(&place.dir, &temp)?;
@@ -292,6 +309,7 @@ impl Tree {
     fn make_way(&self, place: &Place, file: &Unopened, stat: &Stat) -> io::Result<()> {
         self.may_replace()?;
         self.is_of_this_copy(place)?;
+        Tree::check_disk(place)?;
         match FileType::from_raw_mode(stat.st_mode) {
             FileType::RegularFile if !self.manner.preserve => {
                 self.changed().many = true;

@@ -8,7 +8,7 @@ mod durability;
 mod entries;
 mod names;
 
-pub(crate) use entries::check_destination;
+pub(crate) use entries::{check_destination, check_disk};
 pub(crate) use names::{JOURNAL_PREFIX, JOURNAL_SUFFIX, OWN_AGE_MAX_S, is_own_name, temp_name, temporary_of};
 
 use super::attributes::{Shortcomings, Told, Trust};
