@@ -6,6 +6,7 @@
 use super::unit::{Attention, State};
 use super::{Nexus, Outcome, Sense, Status, be16, be32, be64};
 use crate::fence::Closed;
+use data_encoding::HEXLOWER;
 use std::sync::Arc;
 
 /// Registrations of a unit; more are refused.
@@ -73,7 +74,11 @@ pub(super) struct Before {
     lasts: bool,
 }
 
-const FIRST_LINE: &str = "thruway reservations 1";
+const FIRST_LINE: &str = "thruway reservations 2";
+/// Of the format without a last line, which is still read.
+const FIRST_LINE_OF_1: &str = "thruway reservations 1";
+/// Begins the last line, in front of the checksum of all lines before it.
+const END: &str = "end ";
 
 /// Text of kept reservations that cannot be understood.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -85,6 +90,9 @@ pub enum KeptError {
     /// This line.
     #[error("invalid line '{0}'")]
     Line(String),
+    /// It is cut off or damaged.
+    #[error("its last line is not '{END}' and the checksum of the lines before it: the file is cut off or damaged")]
+    End,
 }
 
 impl Reservations {
@@ -94,11 +102,8 @@ impl Reservations {
     /// [`KeptError`].
     pub(super) fn lasting(kept: Option<&str>) -> Result<Reservations, KeptError> {
         let mut all = Reservations { can_last: true, lasts: kept.is_some(), ..Reservations::default() };
-        let mut lines = kept.unwrap_or(FIRST_LINE).lines();
-        if lines.next() != Some(FIRST_LINE) {
-            return Err(KeptError::FirstLine);
-        }
-        for line in lines {
+        let Some(kept) = kept else { return Ok(all) };
+        for line in checked(kept)?.lines() {
             let wrong = || KeptError::Line(line.into());
             let mut words = line.split(' ');
             let [Some(what), Some(number), Some(port), None] = [(); 4].map(|()| words.next()) else {
@@ -132,7 +137,8 @@ impl Reservations {
         if let Some(Holder { port, kind }) = &self.holder {
             text += &format!("holder {} {}\n", kind.0, written(port));
         }
-        Some(text)
+        let end = format!("{END}{}\n", checksum(&text));
+        Some(text + &end)
     }
 
     pub(super) fn before(&self) -> Before {
@@ -214,6 +220,27 @@ impl Reservations {
     fn remove(&mut self, port: &str) {
         self.registrations.retain(|r| &*r.port != port);
     }
+}
+
+/// The lines between the first and the last of kept reservations.
+fn checked(kept: &str) -> Result<&str, KeptError> {
+    let (first, rest) = kept.split_once('\n').unwrap_or((kept, ""));
+    match first {
+        FIRST_LINE_OF_1 => return Ok(rest),
+        FIRST_LINE => {}
+        _ => return Err(KeptError::FirstLine),
+    }
+    let text = kept.strip_suffix('\n').ok_or(KeptError::End)?;
+    let end = text.rfind('\n').map_or(0, |at| at + 1);
+    if text[end..].strip_prefix(END) != Some(&checksum(&kept[..end])) {
+        return Err(KeptError::End);
+    }
+    kept.get(first.len() + 1..end).ok_or(KeptError::End)
+}
+
+/// Hexadecimal digits of SHA-256.
+fn checksum(text: &str) -> String {
+    HEXLOWER.encode(ring::digest::digest(&ring::digest::SHA256, text.as_bytes()).as_ref())
 }
 
 /// A port's name as one word, whatever is in it: what a line is made of cannot be said by a name.
@@ -589,6 +616,29 @@ mod tests {
             assert_eq!(out(&mut state, "c", (CLEAR, 0), (2, 0)).0, Status::Good);
             assert_eq!((holder(&state).1, registered(&state).len()), (0, 0));
         }
+    }
+
+    #[test]
+    fn kept_reservations_are_refused_where_they_are_cut_off_or_changed() {
+        let mut state = reserved(5);
+        (state.reservations.can_last, state.reservations.lasts) = (true, true);
+        let kept = state.reservations.kept().unwrap();
+        let read =
+            |text: &str| Reservations::lasting(Some(text)).map(|all| (all.registrations.len(), all.holder.is_some()));
+        assert_eq!(read(&kept), Ok((3, true)));
+        for len in (0..kept.len()).filter(|len| kept.is_char_boundary(*len)) {
+            assert!(read(&kept[..len]).is_err(), "cut off after {len} bytes");
+        }
+        for at in 0..kept.len() {
+            let mut changed = kept.clone().into_bytes();
+            changed[at] ^= 1;
+            assert!(read(&String::from_utf8(changed).unwrap()).is_err(), "byte {at}");
+        }
+        assert!(read(&(kept.clone() + "x")).is_err() && read(&(kept.clone() + &kept)).is_err());
+        // As written by versions before.
+        let old: String =
+            kept.lines().skip(1).filter(|line| !line.starts_with(END)).map(|l| format!("{l}\n")).collect();
+        assert_eq!(read(&format!("{FIRST_LINE_OF_1}\n{old}")), Ok((3, true)));
     }
 
     /// SPC-4 table 66.
