@@ -26,7 +26,7 @@ pub fn range(kind: libc::c_int, start: i64, len: i64) -> libc::flock {
     lock
 }
 
-/// Whether another open file holds a lock that conflicts with this one.
+/// True if another open file holds a lock that conflicts with this one.
 ///
 /// # Errors
 /// As `fcntl(2)` with `F_OFD_GETLK`.
@@ -38,7 +38,7 @@ pub fn conflicts(file: impl AsFd, mut lock: libc::flock) -> std::io::Result<bool
     }
 }
 
-/// Whether an entry of a directory is a file that a program uses as a disk. False if that cannot be found out.
+/// True if an entry of a directory is a file that a program uses as a disk. False if that cannot be determined.
 pub fn is_disk(dir: impl AsFd, name: &CStr) -> bool {
     let Ok(stat) = rustix::fs::statat(&dir, name, AtFlags::SYMLINK_NOFOLLOW) else { return false };
     // Only files are opened: opening a device may have effects.

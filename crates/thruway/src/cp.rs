@@ -257,7 +257,7 @@ fn copy(
     Ok((finished, job.encrypt, pipelines.stats()))
 }
 
-/// How an interrupted copy resumes; `None` if another attempt starts over.
+/// Words for the way to resume an interrupted copy; `None` if another attempt starts over.
 fn resumption(args: &CpArgs, job: &Job) -> Option<&'static str> {
     let nowhere = job.export == thruway_transfer::daemon::DEV_EXPORT || matches!(job.local, Local::Directory(None));
     match args.no_resume {
@@ -291,7 +291,7 @@ fn report_interruption(resume: Option<&'static str>, progress: &Arc<Progress>) -
     Ok(())
 }
 
-/// Whether the process was started with this signal ignored, as by `nohup`.
+/// True if the process was started with this signal ignored, as by `nohup`.
 fn is_ignored(signal: i32) -> bool {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
@@ -439,7 +439,7 @@ fn check_overlap(args: &CpArgs, local: &[(PathBuf, Vec<u8>)], target: &Path) -> 
     Ok(())
 }
 
-/// Whether two paths are names of one file or directory.
+/// True if two paths are names of one file or directory.
 fn is_one_file(a: &Path, b: &Path) -> bool {
     let identity = |path: &Path| path.metadata().map(|m| (m.dev(), m.ino()));
     identity(a).is_ok_and(|a| identity(b).is_ok_and(|b| a == b))

@@ -773,7 +773,7 @@ fn a_served_disk_is_neither_replaced_nor_removed() {
     assert_eq!(fs::read_to_string(served.join("disk.img")).unwrap(), "another");
     // One file is not a share's and the disk's of one daemon, where that has a cache.
     let mut share = OsString::from("s=");
-    share.push(&lab.mkdir("served/dir"));
+    share.push(lab.mkdir("served/dir"));
     let mut cached = block(&served.join("dir/disk.img"));
     cached.push(",cache=4M:writeback");
     let check = |disk: &OsStr| {
@@ -836,7 +836,7 @@ fn attributes_that_cannot_be_kept_are_named() {
     };
     let common =
         ["set-id: set-user-ID bit not kept", "group: set-group-ID bit not kept", "capable: extended attribute"];
-    // An ordinary user, who does not see what is trusted.
+    // An ordinary user, to whom trusted attributes are invisible.
     let program = lab.program_for_all();
     let home = lab.mkdir("home");
     std::os::unix::fs::chown(&home, Some(NOBODY), Some(NOBODY)).unwrap();

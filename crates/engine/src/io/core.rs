@@ -37,7 +37,7 @@ pub(super) struct Core<T> {
     waiting: VecDeque<usize>,
     /// Entries that the ring has, the watch left out.
     in_ring: usize,
-    /// What the entries of the submission queue are of, and perhaps earlier ones: keys of requests, or [`WATCH`].
+    /// Keys of the requests in the submission queue, in order, behind some that the kernel has taken; [`WATCH`] for the watch.
     queued: VecDeque<u64>,
     limit: usize,
     watching: bool,
@@ -50,8 +50,7 @@ pub(super) struct Core<T> {
 pub(super) enum Ended {
     /// It is done, or has failed.
     Done(Outcome),
-    /// So many bytes are done. The ring does not do the rest, for which it would have to wait, or does nothing any more: a
-    /// system call does.
+    /// This number of bytes is done. A system call does the rest: the ring would have to wait for it, or has failed.
     WouldWait(Request, usize),
 }
 
@@ -117,7 +116,7 @@ impl<T> Core<T> {
         self.requests.len()
     }
 
-    /// Whether the ring is of no use any more. Requests still come back from [`Core::collect`], undone.
+    /// True once the ring has failed for good. [`Core::collect`] then returns all requests undone.
     pub(super) fn is_broken(&self) -> bool {
         self.broken
     }

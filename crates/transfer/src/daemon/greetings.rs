@@ -1,4 +1,4 @@
-//! Connections over plain TCP whose greeting is being read.
+//! Connections over plain TCP during their greeting.
 //!
 //! Each has a thread, and any peer can connect. A new connection evicts another when there are many: the oldest of the
 //! origin with the most, as for iWARP. So peers that do not complete their greeting keep no other out.

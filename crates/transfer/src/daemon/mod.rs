@@ -49,7 +49,7 @@ pub struct Export {
 /// Name of the export that is always there: `zero` to read from, `null` to write to.
 pub const DEV_EXPORT: &str = "dev";
 
-/// Connections over plain TCP whose greeting is being read. Fewer where descriptors are few.
+/// Connections over plain TCP during their greeting. Fewer where descriptors are few.
 const GREETINGS_MAX: usize = 512;
 /// Peers that have not proved yet who they are, in all, from one origin, and waiting their turn. Fewer where descriptors
 /// are few.

@@ -304,7 +304,7 @@ impl Tree {
         }
     }
 
-    /// Whether the peer may have an attribute set: those of a file's owner give nobody rights.
+    /// True if the source may set an attribute. A peer may set those that give no rights.
     fn may_set(&self, name: &[u8]) -> bool {
         self.manner.trust == Trust::Operator || name.starts_with(b"user.") || name.starts_with(b"system.posix_acl_")
     }

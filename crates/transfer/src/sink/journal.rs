@@ -569,7 +569,7 @@ impl Earlier {
     }
 }
 
-/// Whether a journal ends with the record of its job's success; `None` if the file is not a journal.
+/// True if a journal ends with the record of its job's success; `None` if the file is not a journal.
 pub(crate) fn is_complete(file: &File) -> Option<bool> {
     let len = file.metadata().ok()?.len();
     if len == 0 {

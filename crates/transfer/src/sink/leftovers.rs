@@ -34,12 +34,12 @@ pub struct Leftover {
     pub bytes: u64,
     /// Time of the last change, seconds since 1970.
     pub modified: i64,
-    /// What may be done with it.
+    /// Its state.
     pub state: State,
     identity: (u64, u64),
 }
 
-/// What may be done with a journal or a temporary file.
+/// The state of a journal or a temporary file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum State {
     /// Its job is not running: the command that made it may resume, or it may be removed.
@@ -53,7 +53,7 @@ pub enum State {
 }
 
 impl State {
-    /// Whether no job needs it to be correct.
+    /// True if its removal harms no running job.
     pub fn is_removable(self) -> bool {
         matches!(self, State::Unfinished | State::Complete)
     }
@@ -104,7 +104,7 @@ impl Search {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let root = Arc::new(rustix::fs::open(&real, flags, Mode::empty())?);
         let mut journals: HashMap<PathBuf, Vec<Found>> = HashMap::new();
-        // Of jobs whose root is further up.
+        // Jobs with a root further up.
         for above in real.ancestors().skip(1) {
             let Ok(above_fd) = rustix::fs::open(above, flags, Mode::empty()) else { continue };
             let names = listing::names(&above_fd).into_iter().flatten().flatten();
@@ -173,8 +173,7 @@ impl Search {
     }
 }
 
-/// What the beginning of a copy finds in its root directory: removes journals of jobs that have ended with success, and
-/// returns a sentence about leftovers of other jobs than `own`. Best effort: a copy does not fail for it.
+/// Removes journals of jobs that have ended with success from the root directory of a new job, and returns a sentence about leftovers of other jobs than `own`. Best effort: a copy does not fail for it.
 pub(super) fn survey(root: &OwnedFd, own: &[u8; 16]) -> Option<String> {
     let (mut journals, mut temporaries, mut found) = (Vec::new(), Vec::new(), Vec::new());
     for name in listing::names(root).ok()?.take(SURVEY_MAX).flatten() {
