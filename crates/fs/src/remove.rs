@@ -33,6 +33,8 @@ pub struct Remover<'a> {
     pub dry_run: bool,
     /// Set to stop.
     pub is_over: &'a AtomicBool,
+    /// Called with the path of each entry that is removed, or, in a dry run, would be.
+    pub on_removed: &'a dyn Fn(&[u8]),
 }
 
 /// For what is never over before its end.
@@ -75,7 +77,7 @@ impl Remover<'_> {
             removed.left += 1;
             return Ok(());
         }
-        if self.plain(&dir, name, removed)? {
+        if self.plain(&dir, name, path, removed)? {
             return Ok(());
         }
         let device = rustix::fs::fstat(&dir)?.st_dev;
@@ -118,7 +120,7 @@ impl Remover<'_> {
                 path.truncate(len);
                 continue;
             }
-            match self.plain(&fd, &name, removed) {
+            match self.plain(&fd, &name, path, removed) {
                 Ok(true) => top.progress = true,
                 Ok(false) => match open(&fd, &name).and_then(|inner| {
                     let level = self.level(&inner, &name, device, path.len())?;
@@ -149,18 +151,20 @@ impl Remover<'_> {
     }
 
     /// Removes what is not a directory; false if it is one.
-    fn plain(&self, dir: impl AsFd, name: &CStr, removed: &mut Removed) -> io::Result<bool> {
+    fn plain(&self, dir: impl AsFd, name: &CStr, path: &[u8], removed: &mut Removed) -> io::Result<bool> {
         if self.dry_run {
             let stat = rustix::fs::statat(dir, name, AtFlags::SYMLINK_NOFOLLOW)?;
             let is_dir = rustix::fs::FileType::from_raw_mode(stat.st_mode).is_dir();
-            removed.count += u64::from(!is_dir);
+            if !is_dir {
+                self.count(path, removed);
+            }
             return Ok(!is_dir);
         }
         if disk_lock::is_disk(&dir, name) {
             return Err(io::Error::new(io::ErrorKind::ResourceBusy, "the file is in use as a disk"));
         }
         match rustix::fs::unlinkat(&dir, name, AtFlags::empty()) {
-            Ok(()) => removed.count += 1,
+            Ok(()) => self.count(path, removed),
             Err(rustix::io::Errno::NOENT) => {}
             Err(rustix::io::Errno::ISDIR | rustix::io::Errno::PERM) => {
                 let stat = rustix::fs::statat(&dir, name, AtFlags::SYMLINK_NOFOLLOW)?;
@@ -185,8 +189,13 @@ impl Remover<'_> {
             removed.failure.get_or_insert((path[..done.path_len].to_vec(), e.into()));
             return false;
         }
-        removed.count += 1;
+        self.count(&path[..done.path_len], removed);
         true
+    }
+
+    fn count(&self, path: &[u8], removed: &mut Removed) {
+        removed.count += 1;
+        (self.on_removed)(path);
     }
 
     /// Begins to empty a directory; `None` if it is on another file system.
@@ -270,7 +279,8 @@ mod tests {
         std::os::unix::fs::symlink("../outside", dir.path().join("d/link")).unwrap();
         fs::write(dir.path().join("d/file"), "").unwrap();
         for dry_run in [true, false] {
-            let removed = Remover { spares: &|_| false, dry_run, is_over: &NEVER }.remove(&fd, c"d", b"");
+            let removed =
+                Remover { spares: &|_| false, dry_run, is_over: &NEVER, on_removed: &|_| () }.remove(&fd, c"d", b"");
             assert!(removed.failure.is_none(), "{removed:?}");
             assert_eq!((removed.count, removed.left), (5003, 0), "dry run: {dry_run}");
         }
@@ -284,7 +294,8 @@ mod tests {
         fs::create_dir(dir.path().join("d")).unwrap();
         fs::write(dir.path().join("d/file"), "").unwrap();
         let is_over = AtomicBool::new(true);
-        let removed = Remover { spares: &|_| false, dry_run: false, is_over: &is_over }.remove(&fd, c"d", b"");
+        let removed = Remover { spares: &|_| false, dry_run: false, is_over: &is_over, on_removed: &|_| () }
+            .remove(&fd, c"d", b"");
         assert!(removed.failure.is_some() && dir.path().join("d/file").exists());
     }
 
@@ -298,7 +309,8 @@ mod tests {
             fs::write(path, "").unwrap();
         }
         let spares = |path: &[u8]| path.ends_with(b".log") || path == b"top/.snapshots";
-        let removed = Remover { spares: &spares, dry_run: false, is_over: &NEVER }.remove(&fd, c"top", b"");
+        let removed =
+            Remover { spares: &spares, dry_run: false, is_over: &NEVER, on_removed: &|_| () }.remove(&fd, c"top", b"");
         assert!(removed.failure.is_none());
         assert_eq!((removed.count, removed.left), (3, 2));
         assert!(dir.path().join("top/a/keep.log").exists() && dir.path().join("top/.snapshots/x").exists());

@@ -13,8 +13,8 @@ use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex};
 use std::time::Instant;
 use thruway_cli::{Common, Failed, units};
 use thruway_engine::digest::Algorithm;
@@ -40,6 +40,8 @@ use thruway_transfer::wire::{Direct, ReportKind, SourceSpec, TreeOptions};
 
 An interrupted copy resumes when the same command is given again. Files appear
 under their names only when they are whole, verified and durable.
+
+-n and -v name each item with the reason, -vv and -vvv log more.
 
 PATTERN is a glob (*, ?, [a-z], {a,b}; * matches slashes, too). With a slash it
 is matched against the path below the source, else against names anywhere.
@@ -73,7 +75,7 @@ pub(crate) struct CpArgs {
     /// Exclude what matches PATTERN; may be repeated
     #[arg(long, value_name = "PATTERN")]
     exclude: Vec<String>,
-    /// Show what would be done without changing anything
+    /// Name what would be done and why, without changing anything
     #[arg(long, short = 'n')]
     dry_run: bool,
     /// Number of data channels [default: chosen by the path, 2 to 64]
@@ -151,13 +153,12 @@ pub(crate) fn run(args: &CpArgs, common: &Common) -> Result<(), Failed> {
     let start = Instant::now();
     let (sources, target) = endpoints(args).map_err(|message| Failed::usage("cp", message))?;
     let outcome = copy(args, common, &sources, &target);
-    let (finished, encrypted, stats) = outcome.map_err(|message| Failed::operation("cp", message))?;
-    let seconds = start.elapsed().as_secs_f64();
-    report(args, common, &finished, encrypted, seconds, &stats);
+    let done = outcome.map_err(|message| Failed::operation("cp", message))?;
+    report(args, common, &done, start.elapsed().as_secs_f64());
     if args.stats && !common.json {
-        print_stats(&stats);
+        print_stats(&done.stats);
     }
-    if finished.summary.failed > 0 { Err(Failed::Operation) } else { Ok(()) }
+    if done.finished.summary.failed > 0 { Err(Failed::Operation) } else { Ok(()) }
 }
 
 /// An argument, parsed and as given.
@@ -178,12 +179,7 @@ fn is_local((endpoint, _): &Given<'_>) -> bool {
     matches!(endpoint, Endpoint::Local(_))
 }
 
-fn copy(
-    args: &CpArgs,
-    common: &Common,
-    sources: &[Given<'_>],
-    target: &Given<'_>,
-) -> Result<(Finished, bool, Vec<StageStats>), String> {
+fn copy(args: &CpArgs, common: &Common, sources: &[Given<'_>], target: &Given<'_>) -> Result<Done, String> {
     limits::raise_open_files();
     // A write beyond the limit on the size of files is an error of its file.
     if let Err(error) = signal_hook::flag::register(SIGXFSZ, Arc::default()) {
@@ -203,9 +199,22 @@ fn copy(
         _ => push(args, sources, target, &mut peer)?,
     };
     job.id = job_id(args, &job.export);
+    job.options.itemize = args.dry_run || common.verbose > 0;
     let progress = Arc::new(Progress::default());
     let quiet = common.quiet;
+    let (json, items) = (common.json, Arc::new(Mutex::new(Vec::new())));
+    let itemized = Arc::clone(&items);
     let on_report: OnReport = Arc::new(move |report| {
+        if report.kind == ReportKind::Item {
+            let (path, reason) =
+                (thruway_transfer::escape(&report.path), thruway_transfer::escape(report.message.as_bytes()));
+            match json {
+                true => itemized.lock().expect("no panics under the lock").push(Item { path, reason }),
+                false if quiet => {}
+                false => thruway_cli::say!("{reason:<15} {path}"),
+            }
+            return;
+        }
         let (path, message) =
             (thruway_transfer::escape(&report.path), thruway_transfer::escape_message(&report.message));
         if path.is_empty() && report.kind == ReportKind::LeftOut && quiet {
@@ -225,7 +234,10 @@ fn copy(
     if let Err(error) = report_interruption(resume, &progress) {
         tracing::debug!(%error, "handling signals");
     }
-    let mut display = Display::start(args.progress, common.quiet || common.json, &progress);
+    // Items are lines on a terminal, too.
+    let mode =
+        if job.options.itemize && args.progress == ProgressMode::Auto { ProgressMode::Never } else { args.progress };
+    let mut display = Display::start(mode, common.quiet || common.json, &progress);
     // The peer that ssh started goes with its connection; after a loss another is started.
     let ssh_host = sources.iter().chain([target]).find_map(|(e, _)| match e {
         Endpoint::Ssh { host, .. } => Some(host.clone()),
@@ -254,7 +266,23 @@ fn copy(
         format!("{}: {why}{remedy}{hint}", job.remote.label)
     })?;
     tracing::info!("provider {}: {}", finished.provider, finished.detail);
-    Ok((finished, job.encrypt, pipelines.stats()))
+    let items = std::mem::take(&mut *items.lock().expect("no panics under the lock"));
+    Ok(Done { finished, encrypted: job.encrypt, stats: pipelines.stats(), items: job.options.itemize.then_some(items) })
+}
+
+/// A finished copy.
+struct Done {
+    finished: Finished,
+    encrypted: bool,
+    stats: Vec<StageStats>,
+    /// Entries that were changed, if they are wanted and not printed.
+    items: Option<Vec<Item>>,
+}
+
+/// An entry that was changed, for `--json`.
+struct Item {
+    path: String,
+    reason: String,
 }
 
 /// Words for the way to resume an interrupted copy; `None` if another attempt starts over.
@@ -341,6 +369,7 @@ impl CpArgs {
                 When::Off => Direct::Off,
             },
             length: self.size,
+            itemize: false,
         }
     }
 
@@ -672,7 +701,8 @@ fn local_root(
     Ok((Some(open(parent)?), Some(name.as_bytes().to_vec())))
 }
 
-fn report(args: &CpArgs, common: &Common, finished: &Finished, encrypted: bool, seconds: f64, stats: &[StageStats]) {
+fn report(args: &CpArgs, common: &Common, done: &Done, seconds: f64) {
+    let &Done { ref finished, encrypted, ref stats, ref items } = done;
     let summary = &finished.summary;
     let rate = summary.bytes as f64 / seconds.max(1e-9);
     let cpu = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
@@ -681,7 +711,7 @@ fn report(args: &CpArgs, common: &Common, finished: &Finished, encrypted: bool, 
     let checked = args.verify != Algorithm::None && !args.dry_run;
     let verified = checked && summary.failed == 0 && summary.skipped == 0;
     if common.json {
-        let out = serde_json::json!({
+        let mut out = serde_json::json!({
             "files": summary.files,
             "others": summary.others,
             "bytes": summary.bytes,
@@ -700,6 +730,10 @@ fn report(args: &CpArgs, common: &Common, finished: &Finished, encrypted: bool, 
             "cpu_seconds": cpu,
             "stages": stats.iter().map(stage_row).collect::<Vec<_>>(),
         });
+        if let Some(items) = items {
+            let row = |item: &Item| serde_json::json!({ "path": item.path, "reason": item.reason });
+            out["items"] = items.iter().map(row).collect();
+        }
         thruway_cli::say!("{out}");
         return;
     }
@@ -721,8 +755,11 @@ fn report(args: &CpArgs, common: &Common, finished: &Finished, encrypted: bool, 
         (summary.failed, "FAILED"),
     ] {
         if count > 0 {
-            let count = if what == "resumed" { units::size(count) } else { count.to_string() };
-            text += &format!(", {count} {what}");
+            text += &match what {
+                "resumed" => format!(", {} resumed", units::size(count)),
+                "deleted" if args.dry_run => format!(", would delete {count}"),
+                _ => format!(", {count} {what}"),
+            };
         }
     }
     if finished.retries > 0 {

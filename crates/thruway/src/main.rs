@@ -74,7 +74,9 @@ fn main() -> ExitCode {
     let cli = parse();
     // What nothing else notes the time of.
     let has_times = matches!(&cli.command, Command::Relay(args) if args.is_in_background());
-    log::start(cli.common.verbose, has_times);
+    // The first -v of a copy names its items.
+    let items = matches!(&cli.command, Command::Cp(_));
+    log::start(cli.common.verbose.saturating_sub(items.into()), has_times);
     let result = match cli.command {
         Command::Cp(args) => cp::run(&args, &cli.common),
         Command::Clean(args) => clean::run(&args, &cli.common),

@@ -471,6 +471,91 @@ fn any_number_of_files_without_data_is_copied() {
 }
 
 #[test]
+fn items_are_named_with_the_reason() {
+    let lab = Lab::new();
+    let (source, served) = (lab.mkdir("source"), lab.mkdir("served"));
+    let (here, far) = (lab.mkdir("here"), served.join("far"));
+    for name in ["fresh", "longer", "newer", "older", "kept", "sub/inner"] {
+        fs::create_dir_all(source.join(name).parent().unwrap()).unwrap();
+        fs::write(source.join(name), name).unwrap();
+    }
+    std::os::unix::fs::symlink("fresh", source.join("link")).unwrap();
+    let at = |seconds| SystemTime::UNIX_EPOCH + Duration::from_secs(seconds);
+    let stamp = |path: &Path, seconds| fs::File::open(path).unwrap().set_modified(at(seconds)).unwrap();
+    for name in ["fresh", "longer", "newer", "older", "kept"] {
+        stamp(&source.join(name), 1_000_000_000);
+    }
+    for target in [&here, &far] {
+        fs::create_dir_all(target.join("gone")).unwrap();
+        for (name, content, seconds) in [
+            ("longer", "other length", 1_000_000_000),
+            ("newer", "newer", 1),
+            ("older", "older", 2_000_000_000),
+            ("kept", "kept", 1_000_000_000),
+            ("gone/old", "old", 1),
+        ] {
+            fs::write(target.join(name), content).unwrap();
+            stamp(&target.join(name), seconds);
+        }
+        std::os::unix::fs::symlink("elsewhere", target.join("link")).unwrap();
+    }
+    let daemon = lab.serve(&served);
+    let mut expected = [
+        ("fresh", "new"),
+        ("gone", "deleted"),
+        ("gone/old", "deleted"),
+        ("kept", "same size, time"),
+        ("link", "target differs"),
+        ("longer", "size differs"),
+        ("newer", "newer"),
+        ("older", "older"),
+        ("sub", "new"),
+        ("sub/inner", "new"),
+    ]
+    .map(|(path, reason)| (path.to_string(), reason.to_string()));
+    expected.sort();
+    let contents = |path: &Path| {
+        let mut text = os(path);
+        text.push("/");
+        text
+    };
+    let serving = lab.serve(&source);
+    // By -n and by -v; pushed to a daemon, pulled from one, and locally.
+    for option in ["-n", "-v"] {
+        for (from, to) in [
+            (contents(&source), daemon.url("e/far")),
+            (if option == "-n" { serving.url("e/") } else { contents(&source) }, here.clone().into()),
+        ] {
+            let mut command = thruway(lab.dir.path());
+            let out = command.args(["cp", "--json", "-r", "--delete", option]).args([&from, &to]).output().unwrap();
+            assert!(out.status.success(), "{}", stderr(&out));
+            let result = parse(&out);
+            let text = |item: &serde_json::Value, key: &str| item[key].as_str().unwrap().to_string();
+            let mut items: Vec<(String, String)> =
+                result["items"].as_array().unwrap().iter().map(|i| (text(i, "path"), text(i, "reason"))).collect();
+            items.sort();
+            assert_eq!(items, expected, "{option} {to:?}");
+            assert_eq!(result["deleted"], 2);
+        }
+        assert_eq!(here.join("gone").exists(), option == "-n");
+    }
+    assert_same(&source, &far, Compare::Content);
+    // As lines, below the name of the source.
+    fs::write(served.join("gone"), "").unwrap();
+    let out =
+        thruway(lab.dir.path()).args(["cp", "-rn"]).args([source.as_os_str(), &daemon.url("e/")]).output().unwrap();
+    let said = String::from_utf8_lossy(&out.stdout).into_owned();
+    assert!(said.lines().any(|line| line.split_whitespace().eq(["new", "source/sub/inner"])), "{said}");
+    fs::create_dir_all(served.join("source/gone")).unwrap();
+    let list = ["cp", "-rn", "--delete"];
+    let out = thruway(lab.dir.path()).args(list).args([source.as_os_str(), &daemon.url("e/")]).output().unwrap();
+    let said = String::from_utf8_lossy(&out.stdout).into_owned();
+    assert!(said.lines().any(|line| line.split_whitespace().eq(["deleted", "source/gone"])), "{said}");
+    assert!(said.contains(", would delete 1"), "{said}");
+    assert!(cp(&lab, &args(&[&"-r", &source, &daemon.url("e/")])).get("items").is_none());
+}
+
+#[test]
 fn several_sources_of_one_name_are_one_directory() {
     let lab = Lab::new();
     for (name, file) in [("a", "one"), ("b", "two")] {

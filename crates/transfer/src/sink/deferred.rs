@@ -7,6 +7,7 @@ use crate::filter::Filter;
 use crate::session::LocalError;
 use crate::wire::{KeepEnd, Meta, Record, ReportKind};
 use rustix::fs::{Mode, OFlags};
+use std::cell::RefCell;
 use std::collections::hash_map::Entry::{Occupied, Vacant};
 use std::collections::{HashMap, HashSet};
 use std::fs::File;
@@ -14,6 +15,7 @@ use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use thruway_fs::beneath;
 use thruway_fs::remove::Remover;
 
 /// Records are kept in memory up to this many bytes, then in a file without a name.
@@ -278,7 +280,15 @@ impl Files {
     fn remove(&self, deferred: &mut Deferred, lists: &HashMap<Vec<u8>, u32>) -> io::Result<()> {
         let filter = Filter::new(&self.params.options).map_err(io::Error::other)?;
         let spares = |path: &[u8]| !filter.takes(path);
-        let remover = Remover { spares: &spares, dry_run: self.params.options.dry_run, is_over: &self.over };
+        // The part of the paths that patterns do not apply to.
+        let top: RefCell<Vec<u8>> = RefCell::default();
+        let itemize = |path: &[u8]| {
+            if self.params.options.itemize {
+                self.item(&beneath::join(&top.borrow(), path), "deleted");
+            }
+        };
+        let dry_run = self.params.options.dry_run;
+        let remover = Remover { spares: &spares, dry_run, is_over: &self.over, on_removed: &itemize };
         let own = super::journal::name_of(&self.job);
         let mut gathering: HashMap<Vec<u8>, Keep> = HashMap::new();
         // Of all that are being gathered.
@@ -307,12 +317,14 @@ impl Files {
                 let why = "nothing was removed here: the directory has too many names to keep in memory";
                 return self.report(&path, ReportKind::Incomplete, why.into());
             }
-            let below = path.get(below as usize..).unwrap_or_default();
+            let (above, below) = path.split_at_checked(below as usize).unwrap_or((&path, b""));
+            top.replace(above.to_vec());
             let below = below.strip_prefix(b"/").unwrap_or(below);
             match self.tree.prune(&path, below, &keep.names, &own, &remover) {
                 Ok(removed) => {
                     self.counters.deleted.fetch_add(removed.count, Ordering::Relaxed);
                     if let Some((path, e)) = removed.failure {
+                        let path = beneath::join(&top.borrow(), &path);
                         self.report(&path, ReportKind::Incomplete, format!("not removed: {e}"));
                     }
                 }

@@ -67,8 +67,10 @@ pub(super) struct Files {
     pub(super) promised: Mutex<HashMap<Key, Promise>>,
     /// Rung when there are fewer, or the session is over.
     pub(super) redeemed: Condvar,
-    /// What could not be copied, and has not been told.
+    /// Reports of failures that have not been sent.
     pub(super) reports: Reports,
+    /// Reports of items that have not been sent.
+    pub(super) items: Reports,
     /// The session is over; long work may stop.
     pub(super) over: AtomicBool,
 }
@@ -149,8 +151,17 @@ impl Files {
     pub(super) fn report(&self, path: &[u8], kind: ReportKind, message: String) {
         let report = Report { path: path.to_vec(), kind, message };
         if self.reports.admit(&report) {
-            self.events.send(SessionEvent::Report(report));
+            self.send_report(report);
         }
+    }
+
+    pub(super) fn send_report(&self, report: Report) {
+        self.events.send(SessionEvent::Report(report));
+    }
+
+    /// A report that was admitted has been sent.
+    pub(super) fn told(&self, report: &Report) {
+        if report.kind == ReportKind::Item { self.items.told(report) } else { self.reports.told(report) }
     }
 
     /// Attributes of an entry that is in place could not be kept.
@@ -202,6 +213,7 @@ impl Files {
                 self.violation(malformed.into());
                 break;
             }
+            self.itemize(&record);
             if self.params.options.dry_run || self.discard {
                 self.count_only(&record, content);
                 continue;

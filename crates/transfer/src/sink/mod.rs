@@ -11,6 +11,7 @@ pub(crate) mod commit;
 mod credit_window;
 mod deferred;
 mod files;
+mod items;
 pub(crate) mod journal;
 pub mod leftovers;
 mod offers;
@@ -52,6 +53,9 @@ use tree::{Manner, Tree};
 /// After this many bytes what is written so far is synced in the background, so that a power cut
 /// costs a bounded amount of work.
 const SYNC_EVERY: u64 = 4 << 30;
+/// Bytes of reports, and of items, that wait to be sent to the peer.
+const REPORTS_WAITING_MAX: usize = 8 << 20;
+const ITEMS_WAITING_MAX: usize = 64 << 20;
 /// Reports go to a peer while fewer messages than this wait for it, so that other messages get through.
 const REPORTS_AHEAD: usize = 16;
 /// Files that have ended and not begun, from which on no more is heard of the source, over TCP, until there are few.
@@ -233,7 +237,8 @@ pub fn run(
         progress: Arc::clone(progress),
         promised: Mutex::default(),
         redeemed: Condvar::new(),
-        reports: Reports::default(),
+        reports: Reports::new(REPORTS_WAITING_MAX),
+        items: Reports::new(ITEMS_WAITING_MAX),
         in_flight: Mutex::default(),
         over: AtomicBool::new(false),
     });
@@ -441,6 +446,8 @@ impl Sink<'_> {
             }
             Heard::Report(report) => {
                 match report.kind {
+                    // Items are the sink's to report.
+                    ReportKind::Item => return Ok(()),
                     ReportKind::LeftOut => {}
                     ReportKind::Incomplete => self.failed += 1,
                     ReportKind::NotCopied | ReportKind::NotListed => {
@@ -472,13 +479,13 @@ impl Sink<'_> {
                 Ok(SessionEvent::Progressed) => {}
                 Ok(SessionEvent::BlockFree) => self.waiting_for_block = false,
                 Ok(SessionEvent::Report(report)) => {
-                    self.failed += u64::from(report.kind != ReportKind::LeftOut);
+                    self.failed += u64::from(!matches!(report.kind, ReportKind::LeftOut | ReportKind::Item));
                     self.unsupported += u64::from(report.kind == ReportKind::Unsupported);
                     (self.on_report)(&report);
                     // A connecting sink's user has just heard it.
                     match self.channels {
                         Channels::Take(_) => self.owed.push_back(report),
-                        Channels::Open { .. } => self.files.reports.told(&report),
+                        Channels::Open { .. } => self.files.told(&report),
                     }
                 }
                 Ok(SessionEvent::Judged { batch, answers }) => self.link.send(&Control::Verdict { batch, answers })?,
@@ -497,7 +504,7 @@ impl Sink<'_> {
             && let Some(report) = self.owed.pop_front()
         {
             self.params.check_cancel()?;
-            self.files.reports.told(&report);
+            self.files.told(&report);
             self.link.send(&Control::Report(report))?;
         }
         Ok(())
@@ -634,8 +641,17 @@ impl Sink<'_> {
     }
 
     fn conclude(&mut self) -> Result<Summary, SessionError> {
-        if let Some((count, rest)) = self.files.reports.rest() {
+        let report = |kind, message| Report { path: b".".to_vec(), kind, message };
+        let mut rest = Vec::new();
+        if let Some(count) = self.files.reports.rest() {
             self.failed += count;
+            let message = format!("and {count} more entries that could not all be copied, too many to name");
+            rest.push(report(ReportKind::NotCopied, message));
+        }
+        if let Some(count) = self.files.items.rest() {
+            rest.push(report(ReportKind::Item, format!("and {count} more")));
+        }
+        for rest in rest {
             (self.on_report)(&rest);
             if matches!(self.channels, Channels::Take(_)) {
                 self.owed.push_back(rest);

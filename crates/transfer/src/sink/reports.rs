@@ -1,25 +1,29 @@
 //! Reports of what could not be copied, on their way to a peer that may be slow to hear them.
 
-use crate::wire::{Report, ReportKind};
+use crate::wire::Report;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
-/// Bytes of reports that wait to be told, at most; a peer that hears nothing could have any number made.
-const WAITING_MAX: usize = 8 << 20;
 /// Bytes that a report takes beside its words.
 const REPORT: usize = 128;
 
-/// Counts what waits to be told.
-#[derive(Default)]
+/// Counts the reports that wait to be sent: a peer that reads none could have any number made.
 pub(super) struct Reports {
+    /// Bytes of them.
+    max: usize,
     waiting: AtomicUsize,
     /// Of these only the number is known.
     nameless: AtomicU64,
 }
 
 impl Reports {
+    /// Reports of up to this number of bytes.
+    pub(super) fn new(max: usize) -> Reports {
+        Reports { max, waiting: AtomicUsize::new(0), nameless: AtomicU64::new(0) }
+    }
+
     /// A report is made; false if it will only be counted.
     pub(super) fn admit(&self, report: &Report) -> bool {
-        let admitted = self.waiting.fetch_add(weight(report), Ordering::Relaxed) < WAITING_MAX;
+        let admitted = self.waiting.fetch_add(weight(report), Ordering::Relaxed) < self.max;
         if !admitted {
             self.told(report);
             self.nameless.fetch_add(1, Ordering::Relaxed);
@@ -32,11 +36,9 @@ impl Reports {
         self.waiting.fetch_sub(weight(report), Ordering::Relaxed);
     }
 
-    /// Those that were only counted, as one.
-    pub(super) fn rest(&self) -> Option<(u64, Report)> {
-        let count = self.nameless.swap(0, Ordering::Relaxed);
-        let message = format!("and {count} more entries of which something could not be copied, too many to name");
-        (count > 0).then(|| (count, Report { path: b".".to_vec(), kind: ReportKind::NotCopied, message }))
+    /// The number of reports that were not admitted since the last call.
+    pub(super) fn rest(&self) -> Option<u64> {
+        Some(self.nameless.swap(0, Ordering::Relaxed)).filter(|count| *count > 0)
     }
 }
 
@@ -47,14 +49,17 @@ fn weight(report: &Report) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::wire::ReportKind;
+
+    const WAITING_MAX: usize = 8 << 20;
 
     #[test]
     fn what_is_not_told_is_bounded_and_counted() {
-        let reports = Reports::default();
+        let reports = Reports::new(WAITING_MAX);
         let report = Report { path: vec![b'x'; 1000], kind: ReportKind::NotCopied, message: "no".into() };
         let admitted = (0..100_000).filter(|_| reports.admit(&report)).count();
         assert!((5000..=WAITING_MAX / 1000).contains(&admitted), "{admitted}");
-        let (count, _) = reports.rest().unwrap();
+        let count = reports.rest().unwrap();
         assert_eq!(admitted as u64 + count, 100_000);
         assert_eq!(reports.rest(), None);
         (0..admitted).for_each(|_| reports.told(&report));

@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use thruway_engine::digest::Algorithm;
 
 /// Version of everything in this module. Peers of different versions refuse each other.
-pub const VERSION: u16 = 4;
+pub const VERSION: u16 = 5;
 /// First bytes of the private data of every RFTP connection.
 pub const MAGIC: [u8; 4] = *b"TWFT";
 /// Largest control message, header included, before encryption.
@@ -163,6 +163,8 @@ pub struct TreeOptions {
     pub direct: Direct,
     /// Bytes to take from endless sources such as `/dev/zero`.
     pub length: Option<u64>,
+    /// Report each entry that is changed.
+    pub itemize: bool,
 }
 
 impl Default for TreeOptions {
@@ -179,6 +181,7 @@ impl Default for TreeOptions {
             exclude: Vec::new(),
             direct: Direct::Auto,
             length: None,
+            itemize: false,
         }
     }
 }
@@ -295,6 +298,8 @@ pub enum ReportKind {
     Unsupported,
     /// It was left out on purpose, as no part of the data: nothing has failed.
     LeftOut,
+    /// It is changed, or in a dry run would be; the message is the reason. Nothing has failed.
+    Item,
 }
 
 /// Why a session ends, for the peer's program.

@@ -53,8 +53,14 @@ fn a_directory_takes_the_place_of_a_link_but_not_of_a_device() {
     assert!(tree.make_directory(b"link", &Meta::default()).unwrap(), "made again");
     assert!(dir.path().join("link").symlink_metadata().unwrap().is_dir());
     let keep = HashSet::new();
-    tree.prune(b"link", b"", &keep, c"journal", &Remover { spares: &|_| false, dry_run: false, is_over: &NEVER })
-        .unwrap();
+    tree.prune(
+        b"link",
+        b"",
+        &keep,
+        c"journal",
+        &Remover { spares: &|_| false, dry_run: false, is_over: &NEVER, on_removed: &|_| () },
+    )
+    .unwrap();
     assert!(dir.path().join("real/precious").exists());
     if rustix::fs::mknodat(&tree.root, c"dev", FileType::CharacterDevice, Mode::from_raw_mode(0o600), 0x103).is_ok() {
         let error = tree.make_directory(b"dev", &Meta::default()).unwrap_err();
@@ -173,8 +179,15 @@ fn pruning_removes_all_but_what_is_kept_and_what_may_be_in_use() {
     let keep = HashSet::from([b"keep".to_vec()]);
     let tree = tree(dir.path());
     for dry_run in [true, false] {
-        let removed =
-            tree.prune(b"", b"", &keep, c".own", &Remover { spares: &|_| false, dry_run, is_over: &NEVER }).unwrap();
+        let removed = tree
+            .prune(
+                b"",
+                b"",
+                &keep,
+                c".own",
+                &Remover { spares: &|_| false, dry_run, is_over: &NEVER, on_removed: &|_| () },
+            )
+            .unwrap();
         assert_eq!((removed.count, removed.left), (4, 0));
     }
     assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 3);
@@ -259,8 +272,15 @@ fn what_came_with_a_copy_is_not_removed_by_it() {
     tree.put_in_place(b"", &tree.find(b"Readme").unwrap(), c"temp", identity).unwrap();
     fs::write(dir.path().join("old"), "").unwrap();
     let keep = HashSet::from([b"README".to_vec()]);
-    let removed =
-        tree.prune(b"", b"", &keep, c".own", &Remover { spares: &|_| false, dry_run: false, is_over: &NEVER }).unwrap();
+    let removed = tree
+        .prune(
+            b"",
+            b"",
+            &keep,
+            c".own",
+            &Remover { spares: &|_| false, dry_run: false, is_over: &NEVER, on_removed: &|_| () },
+        )
+        .unwrap();
     assert_eq!((removed.count, removed.left), (1, 1));
     assert!(dir.path().join("Readme").exists() && !dir.path().join("old").exists());
 }

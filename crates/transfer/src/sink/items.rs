@@ -1,0 +1,96 @@
+//! Items of a copy: each entry that is changed, or in a dry run would be, with the reason.
+
+use super::files::Files;
+use crate::wire::{Meta, Record, Report, ReportKind};
+use rustix::fs::{AtFlags, FileType, Stat};
+
+/// Reason of an entry that is not at the destination.
+const NEW: &str = "new";
+const TYPE_DIFFERS: &str = "type differs";
+const ATTRIBUTES: &str = "attributes";
+
+impl Files {
+    /// Reports the entry of a record as an item, if the session wants items.
+    pub(super) fn itemize(&self, record: &Record) {
+        if !self.params.options.itemize {
+            return;
+        }
+        let (path, reason) = match record {
+            Record::File { path, meta } => (path, self.file_reason(path, meta)),
+            Record::Begin { path, resume: true, .. } => (path, Some("resumed")),
+            Record::Begin { path, meta, .. } => (path, self.file_reason(path, meta)),
+            Record::Dir { path, .. } if path.is_empty() => return,
+            Record::Dir { path, meta } => (path, self.reason(path, meta, |_| None)),
+            Record::Symlink { path, target, meta } => {
+                (path, self.reason(path, meta, |_| self.target_reason(path, target)))
+            }
+            Record::Special { path, meta, rdev } => {
+                let differs = |stat: &Stat| (stat.st_rdev != *rdev).then_some(TYPE_DIFFERS);
+                (path, self.reason(path, meta, differs))
+            }
+            Record::Attributes { path, .. } => (path, Some(ATTRIBUTES)),
+            Record::Link { path, target } => (path, self.link_reason(path, target)),
+            Record::Keep { .. } => return,
+        };
+        if let Some(reason) = reason {
+            self.item(path, reason);
+        }
+    }
+
+    /// Reports an item. Of a peer that does not read them only their number is kept.
+    pub(super) fn item(&self, path: &[u8], reason: &str) {
+        let report = Report { path: path.to_vec(), kind: ReportKind::Item, message: reason.into() };
+        if self.items.admit(&report) {
+            self.send_report(report);
+        }
+    }
+
+    fn stat(&self, path: &[u8]) -> Option<Stat> {
+        let place = self.tree.find(path).ok()?;
+        rustix::fs::statat(&place.dir, &place.name, AtFlags::SYMLINK_NOFOLLOW).ok()
+    }
+
+    fn file_reason(&self, path: &[u8], meta: &Meta) -> Option<&'static str> {
+        let Some(stat) = self.stat(path) else { return Some(NEW) };
+        let (source, here) = (meta.mtime, (stat.st_mtime, stat.st_mtime_nsec as u32));
+        Some(match source.cmp(&here) {
+            _ if !FileType::from_raw_mode(stat.st_mode).is_file() => TYPE_DIFFERS,
+            _ if stat.st_size as u64 != meta.size => "size differs",
+            std::cmp::Ordering::Greater => "newer",
+            std::cmp::Ordering::Less => "older",
+            std::cmp::Ordering::Equal => "same size, time",
+        })
+    }
+
+    /// The reason for an entry other than a file; `None` if it stays as it is. `differs` compares entries of one type.
+    fn reason(
+        &self,
+        path: &[u8],
+        meta: &Meta,
+        differs: impl FnOnce(&Stat) -> Option<&'static str>,
+    ) -> Option<&'static str> {
+        let Some(stat) = self.stat(path) else { return Some(NEW) };
+        let kind = FileType::from_raw_mode(stat.st_mode);
+        if kind != FileType::from_raw_mode(meta.mode) {
+            return Some(TYPE_DIFFERS);
+        }
+        let is_link = kind == FileType::Symlink;
+        let same = (stat.st_mtime, stat.st_mtime_nsec as u32) == meta.mtime
+            && (is_link || stat.st_mode & 0o7777 == self.tree.mode(meta));
+        differs(&stat).or((self.params.options.preserve && !same).then_some(ATTRIBUTES))
+    }
+
+    fn target_reason(&self, path: &[u8], target: &[u8]) -> Option<&'static str> {
+        let place = self.tree.find(path).ok()?;
+        let here = rustix::fs::readlinkat(&place.dir, &place.name, Vec::new()).ok()?;
+        (here.as_bytes() != target).then_some("target differs")
+    }
+
+    fn link_reason(&self, path: &[u8], target: &[u8]) -> Option<&'static str> {
+        let identity = |path| self.stat(path).map(|stat| (stat.st_dev, stat.st_ino));
+        match identity(path) {
+            None => Some(NEW),
+            here => (here != identity(target)).then_some("hard link"),
+        }
+    }
+}
