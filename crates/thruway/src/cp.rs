@@ -23,6 +23,7 @@ use thruway_engine::stage::StageStats;
 use thruway_fabric::iwarp;
 use thruway_transfer::auth::Credentials;
 use thruway_transfer::client::{self, Finished, Job, Local, Remote};
+use thruway_transfer::filter::Filter;
 use thruway_transfer::link::Transport;
 use thruway_transfer::session::{NOT_KEPT, OnReport, PipelineSet, Progress};
 use thruway_transfer::sink::Prepared;
@@ -151,7 +152,9 @@ pub(crate) fn hint(argument: &str) -> Option<&'static str> {
 /// Runs `thruway cp`.
 pub(crate) fn run(args: &CpArgs, common: &Common) -> Result<(), Failed> {
     let start = Instant::now();
-    let (sources, target) = endpoints(args).map_err(|message| Failed::usage("cp", message))?;
+    let usage = |message| Failed::usage("cp", message);
+    let (sources, target) = endpoints(args).map_err(usage)?;
+    check_options(args, sources.iter().chain([&target])).map_err(usage)?;
     let outcome = copy(args, common, &sources, &target);
     let done = outcome.map_err(|message| Failed::operation("cp", message))?;
     report(args, common, &done, start.elapsed().as_secs_f64());
@@ -173,6 +176,14 @@ fn endpoints<'a>(args: &'a CpArgs) -> Result<(Vec<Given<'a>>, Given<'a>), String
         return Err("cannot copy between two remote hosts; run 'thruway cp' on one of them".into());
     }
     Ok((sources, target))
+}
+
+/// Refuses options that no copy can have, or not one between these places.
+fn check_options<'a>(args: &CpArgs, mut places: impl Iterator<Item = &'a Given<'a>>) -> Result<(), String> {
+    args.block_len()?;
+    Filter::new(&args.options()).map_err(|e| e.to_string())?;
+    let has_daemon = places.any(|(endpoint, _)| matches!(endpoint, Endpoint::Daemon { .. }));
+    args.provider.check(has_daemon)
 }
 
 fn is_local((endpoint, _): &Given<'_>) -> bool {
@@ -352,6 +363,15 @@ impl CpArgs {
         self.preserve || self.archive
     }
 
+    fn block_len(&self) -> Result<u32, String> {
+        let block = self.block_size.unwrap_or(1 << 20);
+        let range = thruway_transfer::wire::BLOCK_LEN;
+        let block_len = u32::try_from(block).ok().filter(|b| range.contains(b) && b.is_multiple_of(4096));
+        block_len.ok_or_else(|| {
+            format!("invalid --block-size {} (expected 64K to 64M, a multiple of 4K)", units::size(block))
+        })
+    }
+
     fn options(&self) -> TreeOptions {
         TreeOptions {
             recursive: self.recursive(),
@@ -375,12 +395,7 @@ impl CpArgs {
 
     fn job(&self, mut remote: Remote, local: Local) -> Result<Job, String> {
         self.provider.apply_to(&mut remote)?;
-        let block = self.block_size.unwrap_or(1 << 20);
-        let range = thruway_transfer::wire::BLOCK_LEN;
-        let block_len = u32::try_from(block).ok().filter(|b| range.contains(b) && b.is_multiple_of(4096));
-        let block_len = block_len.ok_or_else(|| {
-            format!("invalid --block-size {} (expected 64K to 64M, a multiple of 4K)", units::size(block))
-        })?;
+        let block_len = self.block_len()?;
         let this_host = remote.addr.ip().to_canonical().is_loopback();
         let encrypt = match self.encrypt {
             When::Auto => !this_host,

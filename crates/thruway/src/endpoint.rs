@@ -53,8 +53,13 @@ impl Endpoint {
             let text = text.to_string_lossy();
             return Err(format!("{text}: write tw://host/export/path for a daemon, or [user@]host:path for ssh"));
         }
-        if let Some((host, path)) = bytes.strip_prefix(b"[").and_then(|rest| split_at(rest, b"]:")) {
-            return ssh(host, path);
+        // `[::1]:path`, `user@[::1]:path`.
+        let (user, rest) = match split_at(bytes, b"@[") {
+            Some((user, _)) if !user.contains(&b'/') => bytes.split_at(user.len() + 1),
+            _ => bytes.split_at(0),
+        };
+        if let Some((host, path)) = rest.strip_prefix(b"[").and_then(|rest| split_at(rest, b"]:")) {
+            return ssh(&[user, host].concat(), path);
         }
         let slash = bytes.iter().position(|b| *b == b'/').unwrap_or(bytes.len());
         match bytes[..slash].iter().position(|b| *b == b':') {
@@ -137,6 +142,8 @@ mod tests {
         assert_eq!(parse("u@h:a b"), Ok(Endpoint::Ssh { host: "u@h".into(), path: b"a b".to_vec() }));
         let ssh = |host: &str, path: &str| Ok(Endpoint::Ssh { host: host.into(), path: path.into() });
         assert_eq!(parse("[::1]:p/q"), ssh("::1", "p/q"));
+        assert_eq!(parse("user@[::1]:/p/q"), ssh("user@::1", "/p/q"));
+        assert_eq!(parse("a/user@[::1]:x"), Ok(Endpoint::Local("a/user@[::1]:x".into())));
         assert_eq!((parse("h:~/x"), parse("h:~"), parse("h:../x")), (ssh("h", "x"), ssh("h", ""), ssh("h", "../x")));
         assert!(parse("-oProxyCommand=x:y").is_err() && parse("h:~root/x").is_err());
         for local in ["./a:b", "/a:b", "a/b:c", ":x", "plain"] {

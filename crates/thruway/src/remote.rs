@@ -25,17 +25,20 @@ pub(crate) enum Provider {
 }
 
 impl Provider {
+    /// # Errors
+    /// If it needs a daemon, and none is named.
+    pub(crate) fn check(self, has_daemon: bool) -> Result<(), String> {
+        match self {
+            Provider::Verbs if !has_daemon => Err("--provider verbs needs a daemon: tw://host/export/path".into()),
+            Provider::Shm if !has_daemon => Err("--provider shm needs a daemon: tw://host/export/path".into()),
+            _ => Ok(()),
+        }
+    }
+
     /// Sets the transport of a remote.
     pub(crate) fn apply_to(self, remote: &mut Remote) -> Result<(), String> {
         remote.transport = if self == Provider::Tcp { Transport::Tcp } else { Transport::Rdma };
-        let needs_daemon = match self {
-            Provider::Verbs => Some("verbs"),
-            Provider::Shm => Some("shm"),
-            _ => None,
-        };
-        if let Some(name) = needs_daemon.filter(|_| !matches!(remote.credentials, Credentials::Keys(_))) {
-            return Err(format!("--provider {name} needs a daemon: tw://host/export/path"));
-        }
+        self.check(matches!(remote.credentials, Credentials::Keys(_)))?;
         match self {
             Provider::Verbs => {
                 remote.fabric = verbs::Config::towards(remote.addr).map_err(|e| e.to_string())?.into();

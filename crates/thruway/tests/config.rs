@@ -96,11 +96,90 @@ fn mistakes_are_told_before_anything_starts() {
         assert!(said.contains(wrong), "{said}");
     }
     let missing = Command::new(THRUWAY).args(["serve", "--config", "/no/such/file"]).output().unwrap();
-    assert!(String::from_utf8_lossy(&missing.stderr).contains("/no/such/file"));
+    assert!(String::from_utf8_lossy(&missing.stderr).starts_with("thruway serve: /no/such/file: "));
     fs::write(&file, "[block]\nnbd = [\"127.0.0.1:0\"]\n").unwrap();
     let useless = Command::new(THRUWAY).args(["serve", "--check", "--config"]).arg(&file).output().unwrap();
     assert_eq!(useless.status.code(), Some(2));
     assert!(String::from_utf8_lossy(&useless.stderr).contains("--nbd requires at least one"));
+}
+
+#[test]
+fn a_reload_reports_each_change_and_a_check_its_verdict() {
+    let lab = Lab::new();
+    let (served, file, keys) = (lab.mkdir("served"), lab.path("thruway.toml"), lab.path("keys"));
+    fs::write(&keys, "").unwrap();
+    let text = |extra: &str| {
+        format!(
+            "[transfer]\nlisten = ['127.0.0.1:0']\nauthorized-keys = '{}'\n{extra}\n[[transfer.export]]\nname = 'data'\n\
+             dir = '{}'\n\n[block]\nnbd = ['127.0.0.1:0']\n\n[[block.export]]\nname = 'one'\npath = 'mem:1M'\n",
+            keys.display(),
+            served.display()
+        )
+    };
+    fs::write(&file, text("")).unwrap();
+    let check = || {
+        let out = Command::new(THRUWAY).args(["serve", "--check", "--config"]).arg(&file).output().unwrap();
+        (out.status.code(), String::from_utf8_lossy(&out.stderr).into_owned())
+    };
+    assert_eq!(check(), (Some(0), "thruway serve: the configuration is valid: 1 exports, 1 disks, 0 shares\n".into()));
+    let mut child = Command::new(THRUWAY)
+        .args(["--json", "serve", "--config"])
+        .arg(&file)
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut String::new()).unwrap();
+    let pid = rustix::process::Pid::from_child(&child);
+    let mut lines = BufReader::new(child.stderr.take().unwrap()).lines().map(Result::unwrap);
+    let mut reload = || {
+        rustix::process::kill_process(pid, rustix::process::Signal::HUP).unwrap();
+        let mut said = Vec::new();
+        loop {
+            let line = lines.next().expect("the daemon runs");
+            said.push(line.strip_prefix("thruway serve: ").expect("a line of the reload").to_string());
+            if said.last().unwrap().starts_with("reload ") {
+                return said;
+            }
+        }
+    };
+    let reloaded = format!("reloaded the authorized keys in {}", keys.display());
+    assert_eq!(reload(), [&*reloaded, "reload done"]);
+    let now = text("max-sessions = 9").replace("'data'", "'other'").replace("mem:1M", "mem:2M");
+    fs::write(&file, now).unwrap();
+    let at = file.display();
+    let restart = |line: &str, what: &str| format!("{at}{line}: {what} changed: needs a restart");
+    assert_eq!(
+        reload(),
+        [
+            reloaded.clone(),
+            restart(":4", "transfer.max-sessions"),
+            restart(":5", "export 'other'"),
+            restart("", "export 'data'"),
+            restart(":12", "disk 'one'"),
+            "reload done".into(),
+        ]
+    );
+    fs::write(&file, "[transfer]\nlistem = []\n").unwrap();
+    fs::write(&keys, "nonsense").unwrap();
+    let said = reload();
+    assert!(said[0].starts_with("not reloaded: cannot reload the authorized keys"), "{said:?}");
+    assert!(said.last().unwrap().contains("with mistakes"), "{said:?}");
+    fs::write(&keys, "").unwrap();
+    let said = reload();
+    assert!(said[1].starts_with(&format!("not reloaded: {at}:2: ")), "{said:?}");
+    child.kill().unwrap();
+    child.wait().unwrap();
+    // Also of mistakes that show only when files are opened.
+    fs::write(&file, text("").replace("'mem:1M'", "'/no/such/disk'").replace(served.to_str().unwrap(), "/no/such"))
+        .unwrap();
+    fs::write(&keys, "nonsense").unwrap();
+    let (status, said) = check();
+    assert_eq!(status, Some(1));
+    for (line, what) in [(3, "nonsense"), (5, "export data=/no/such"), (12, "block export 'one'")] {
+        let place = format!("thruway serve: {at}:{line}: ");
+        assert!(said.lines().any(|l| l.starts_with(&place) && l.contains(what)), "{place}{what}:\n{said}");
+    }
 }
 
 #[test]
@@ -167,9 +246,10 @@ fn what_could_not_be_served_is_found_by_a_check() {
         (with(vec![], &["--export", "a=/tmp", "--export", "a=/"]), "given twice"),
     ];
     // What the options alone show to be a mistake, whatever there is to serve.
-    let usage = ["refusing to serve NBD", "--authorized-keys"];
+    let usage = ["refusing to serve NBD", "--authorized-keys", "invalid name of an export 'dev'", "given twice"];
     for (args, expected) in cases {
-        let status = if usage.contains(&expected) { 2 } else { 1 };
+        let is_usage = usage.contains(&expected) || args.iter().any(|arg| arg == "--chap");
+        let status = if is_usage { 2 } else { 1 };
         for more in [&["--check"][..], &[]] {
             let mut command = Command::new("timeout");
             let out =

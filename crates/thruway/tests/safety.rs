@@ -890,6 +890,15 @@ fn options_without_sense_are_refused_or_do_what_they_say() {
     assert!(!out.status.success() && stderr(&out).contains("--size applies only to devices"), "{}", stderr(&out));
     let out = thruway(lab.dir.path()).args(["serve", "--max-sessions", "0", "--export", "e=/tmp"]).output().unwrap();
     assert_eq!(out.status.code(), Some(2));
+    for (list, what) in [
+        (&["--block-size", "0", "/a", "/b"][..], "invalid --block-size 0"),
+        (&["--exclude", "[", "/a", "/b"], "'['"),
+        (&["--provider", "shm", "/a", "/b"], "--provider shm needs a daemon"),
+        (&["--provider", "verbs", "/a", "host:b"], "--provider verbs needs a daemon"),
+    ] {
+        let out = thruway(lab.dir.path()).arg("cp").args(list).output().unwrap();
+        assert!(out.status.code() == Some(2) && stderr(&out).contains(what), "{list:?} {}", stderr(&out));
+    }
     for (option, what) in [("e=/nonexistent", "nonexistent"), ("e=/etc/passwd", "Not a directory")] {
         let out = thruway(lab.dir.path()).args(["serve", "--check", "--export", option]).output().unwrap();
         assert!(!out.status.success() && stderr(&out).contains(what), "{}", stderr(&out));

@@ -129,7 +129,8 @@ impl BlockArgs {
         if let Some(spec) = self.block.iter().find(|spec| !names.insert(&spec.name)) {
             return Err(format!("two block exports are named '{}'", spec.name));
         }
-        self.check_exposure(anonymous)
+        self.check_exposure(anonymous)?;
+        self.secrets().map(drop)
     }
 
     /// Refuses to serve disks to other hosts without authentication.
@@ -184,13 +185,15 @@ impl BlockArgs {
     }
 
     /// What would keep disks from being served, as far as can be told without opening them.
-    pub(super) fn mistakes(&self) -> Vec<String> {
+    /// With each, the part of the configuration that it is about.
+    pub(super) fn mistakes(&self) -> Vec<(String, String)> {
         let nodes = usable_nodes().len();
         let disks = Spec::check(&self.block, nodes).into_iter();
-        let disks = disks.map(|(name, error)| format!("block export '{name}': {error}"));
-        let files = [self.tls().err(), self.secrets().err()];
+        let disks = disks.map(|(name, error)| (format!("disk '{name}'"), format!("block export '{name}': {error}")));
+        let files = [("--tls-cert", self.tls().err()), ("--chap", self.secrets().err())];
+        let files = files.into_iter().filter_map(|(option, error)| Some((option.into(), error?)));
         let targets = if self.has_initiators() { self.check_targets() } else { Ok(()) };
-        disks.chain(files.into_iter().flatten()).chain(targets.err()).collect()
+        disks.chain(files).chain(targets.err().map(|error| (String::new(), error))).collect()
     }
 
     /// NBD, if it is asked for or nothing else is.

@@ -9,6 +9,7 @@ use super::ServeArgs;
 use super::nfs::Spec as Share;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Arg, ArgAction, Args};
+use std::collections::HashMap;
 use std::ffi::OsString;
 use std::fmt::Write;
 use std::ops::Range;
@@ -31,6 +32,53 @@ pub(super) struct File {
     pub disks: Vec<Spec>,
     /// Shares.
     pub shares: Vec<Share>,
+    /// Line of each option (`--key`), export, disk and share (`export 'data'`).
+    lines: HashMap<String, usize>,
+    /// Names of options with their tables, as messages show them.
+    names: HashMap<String, String>,
+}
+
+impl File {
+    /// The line of an option, an export, a disk or a share.
+    pub(super) fn line(&self, what: &str) -> Option<usize> {
+        self.lines.get(what).copied()
+    }
+
+    /// Differences to an earlier state of the file that take effect at the next start. Rules of shares are not among
+    /// them: the file service applies and reports these.
+    /// With each its line.
+    pub(super) fn changes_since(&self, earlier: &File) -> Vec<(String, Option<usize>)> {
+        let values = |file: &File, name: &str| -> Vec<OsString> {
+            let of = |option: &&OsString| option_name(option) == name;
+            file.options.iter().filter(of).cloned().collect()
+        };
+        let mut names: Vec<String> = self.options.iter().chain(&earlier.options).map(option_name).collect();
+        names.sort();
+        names.dedup();
+        names.retain(|name| values(self, name) != values(earlier, name));
+        let shown = |name: &String| self.names.get(name).or(earlier.names.get(name)).unwrap_or(name).clone();
+        let mut changes: Vec<_> = names.iter().map(|name| (shown(name), self.line(name))).collect();
+        let exports = |file: &File| file.exports.iter().map(|e| (format!("export '{}'", e.name), e.clone())).collect();
+        let mut entries = differences::<Export>(exports(self), exports(earlier));
+        let disks = |file: &File| file.disks.iter().map(|d| (format!("disk '{}'", d.name), d.clone())).collect();
+        entries.extend(differences::<Spec>(disks(self), disks(earlier)));
+        changes.extend(entries.into_iter().map(|what| (what.clone(), self.line(&what))));
+        changes
+    }
+}
+
+/// `--name` of `--name=value`.
+fn option_name(option: &OsString) -> String {
+    let text = option.to_string_lossy();
+    text.split_once('=').map_or(&*text, |(name, _)| name).into()
+}
+
+/// The names of entries that have changed, come or gone.
+fn differences<T: PartialEq>(now: Vec<(String, T)>, earlier: Vec<(String, T)>) -> Vec<String> {
+    let value = |of: &[(String, T)], name: &String| of.iter().position(|(n, _)| n == name);
+    let changed = now.iter().filter(|(name, entry)| value(&earlier, name).is_none_or(|at| earlier[at].1 != *entry));
+    let gone = earlier.iter().filter(|(name, _)| value(&now, name).is_none());
+    changed.chain(gone).map(|(name, _)| name.clone()).collect()
 }
 
 /// Something wrong, and where.
@@ -180,20 +228,22 @@ fn command() -> clap::Command {
     ServeArgs::augment_args(clap::Command::new("serve")).no_binary_name(true)
 }
 
-/// Reads a file.
+/// Reads the text of a file.
 ///
 /// # Errors
 /// All that is wrong with it, a line each.
-pub(super) fn load(path: &Path) -> Result<File, String> {
-    let text = std::fs::read_to_string(path).map_err(|e| format!("{}: {e}", path.display()))?;
-    parse(&text).map_err(|mistakes| {
-        let lines = mistakes.iter().map(|mistake| {
-            let before = &text.as_bytes()[..mistake.span.start.min(text.len())];
-            let line = 1 + before.iter().filter(|byte| **byte == b'\n').count();
-            format!("{}:{line}: {}", path.display(), mistake.what)
-        });
+pub(super) fn read(path: &Path, text: &str) -> Result<File, String> {
+    parse(text).map_err(|mistakes| {
+        let lines = mistakes
+            .iter()
+            .map(|mistake| format!("{}:{}: {}", path.display(), line_of(text, mistake.span.start), mistake.what));
         lines.collect::<Vec<_>>().join("\n")
     })
+}
+
+/// The number of the line at an offset.
+fn line_of(text: &str, at: usize) -> usize {
+    1 + text.as_bytes()[..at.min(text.len())].iter().filter(|byte| **byte == b'\n').count()
 }
 
 fn parse(text: &str) -> Result<File, Vec<Diagnostic>> {
@@ -204,7 +254,9 @@ fn parse(text: &str) -> Result<File, Vec<Diagnostic>> {
         reader.mistake(error.span().unwrap_or_default(), error.message());
     }
     reader.table(&TABLES[0], top.get_ref());
-    let Reader { file, mut mistakes, .. } = reader;
+    let Reader { mut file, mut mistakes, .. } = reader;
+    // Offsets until now.
+    file.lines.values_mut().for_each(|at| *at = line_of(text, *at));
     if mistakes.is_empty() {
         return Ok(file);
     }
@@ -226,6 +278,11 @@ struct Reader<'a> {
 impl Reader<'_> {
     fn mistake(&mut self, span: Range<usize>, what: impl Into<String>) {
         self.mistakes.push(Diagnostic { span, what: what.into() });
+    }
+
+    /// Notes where something is said, for later mistakes.
+    fn place(&mut self, what: String, span: Range<usize>) {
+        self.file.lines.insert(what, span.start);
     }
 
     fn table(&mut self, table: &Table, content: &DeTable<'_>) {
@@ -286,6 +343,7 @@ impl Reader<'_> {
         let full = full(table.name, name);
         match (arg.get_action(), value.get_ref()) {
             (ArgAction::SetTrue, DeValue::Boolean(set)) => {
+                self.file.names.insert(format!("--{name}"), full);
                 if *set {
                     self.file.options.push(format!("--{name}").into());
                 }
@@ -303,6 +361,8 @@ impl Reader<'_> {
 
     /// A value, which the option's own parser judges.
     fn value(&mut self, full: &str, name: &str, value: &Spanned<DeValue<'_>>) {
+        self.place(format!("--{name}"), value.span());
+        self.file.names.insert(format!("--{name}"), full.into());
         let Some(text) = scalar(value.get_ref()) else {
             return self.mistake(value.span(), format!("{full} is a text or a number"));
         };
@@ -373,6 +433,7 @@ impl Reader<'_> {
             return self.mistake(entry.span(), "the export's dir is empty");
         }
         let (name, read_only) = (text(content, "name").unwrap_or_default(), flag(content, "read-only") == Some(true));
+        self.place(format!("export '{name}'"), entry.span());
         self.file.exports.push(Export { name, dir: dir.into(), read_only, unconfined: false });
     }
 
@@ -411,6 +472,7 @@ impl Reader<'_> {
                 self.mistake(rule.span(), what);
             }
         }
+        self.place(format!("share '{name}'"), entry.span());
         self.file.shares.push(share);
     }
 
@@ -452,6 +514,7 @@ impl Reader<'_> {
                 Err(what) => self.mistake(layer.span(), what.to_string()),
             }
         }
+        self.place(format!("disk '{name}'"), entry.span());
         self.file.disks.push(spec);
     }
 }
@@ -600,8 +663,11 @@ const INTRODUCTION: &str = r#"# The configuration file
 `thruway serve --config FILE` reads a TOML file with a table for each service. Its keys are the options of
 `thruway serve`, by the same names and with the same values. Options on the command line are added to lists, and take
 the place of single values. The file is checked whole before anything is started, and every error is reported with its line
-number. `thruway serve --config FILE --check` does that, looks at the directories, disks, keys and certificates that it names, and starts
-nothing: a daemon may be serving them. Whether addresses are free it does not see.
+number. `thruway serve --config FILE --check` does that, opens the directories, disks, keys and certificates in it, and starts
+nothing: a daemon may be serving them. It does not check that addresses are free. It reports each mistake with file and line, or that the configuration is valid.
+
+`SIGHUP` reloads the authorized keys, the certificates and the rules of shares. The daemon prints a line for each of them, a line with file and line number for
+each other setting that has changed and needs a restart, each mistake, and `reload done` or `reload with mistakes`. A file with mistakes changes nothing.
 
 ```toml
 provider = "iwarp"

@@ -98,7 +98,7 @@ impl Allowed {
             // What is in it, so that an automount is there before the wall is.
             to.push(export.dir.join("."));
         }
-        args.authorized_keys.iter().for_each(|path| allowed.replaced(path));
+        args.authorized_keys.iter().chain(&args.config).for_each(|path| allowed.replaced(path));
         allowed.read.extend(args.block.secret_files().cloned());
         allowed.read.extend(std::env::current_exe());
         allowed.write.extend(args.block.state().filter(|_| !args.block.block.is_empty()));

@@ -185,7 +185,7 @@ pub(crate) fn run(args: &ServeArgs, common: &Common) -> Result<(), Failed> {
     let usage = args.block.check(args.anonymous).and_then(|()| nfs()).and_then(|()| transfer::check(args));
     let usage = usage.and_then(|()| check_shared_disks(args));
     usage.map_err(|message| Failed::usage("serve", message))?;
-    let done = if args.check { check(args) } else { serve(args, common) };
+    let done = if args.check { check(args, common) } else { serve(args, common) };
     done.map_err(|message| Failed::operation("serve", message))
 }
 
@@ -212,6 +212,7 @@ fn check_shared_disks(args: &ServeArgs) -> Result<(), String> {
 
 /// What is wrong with a configuration file, or with the options that it makes with those of the command line.
 enum Mistakes {
+    Unreadable(String),
     File(String),
     Options(clap::Error),
 }
@@ -220,6 +221,7 @@ impl Mistakes {
     /// Tells them, and ends the program if the options are wrong.
     fn tell(self) -> Failed {
         match self {
+            Mistakes::Unreadable(why) => thruway_cli::say_error!("thruway serve: {why}"),
             Mistakes::File(mistakes) => thruway_cli::say_error!("{mistakes}"),
             Mistakes::Options(error) => error.exit(),
         }
@@ -230,15 +232,22 @@ impl Mistakes {
 impl std::fmt::Display for Mistakes {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
-            Mistakes::File(mistakes) => f.write_str(mistakes),
+            Mistakes::Unreadable(mistakes) | Mistakes::File(mistakes) => f.write_str(mistakes),
             Mistakes::Options(error) => error.render().fmt(f),
         }
     }
 }
 
+/// The configuration file alone.
+fn read_config(path: &Path) -> Result<config::File, Mistakes> {
+    let text = std::fs::read_to_string(path);
+    let text = text.map_err(|e| Mistakes::Unreadable(format!("{}: {e}", path.display())))?;
+    config::read(path, &text).map_err(Mistakes::File)
+}
+
 /// The arguments with what the configuration file says.
 fn with_config(path: &Path) -> Result<ServeArgs, Mistakes> {
-    let file = config::load(path).map_err(Mistakes::File)?;
+    let file = read_config(path)?;
     // What the file says stands before what the command line says, which so has the last word.
     let mut args: Vec<OsString> = std::env::args_os().collect();
     let verb = args.iter().position(|arg| arg == "serve").expect("the command that is running");
@@ -321,14 +330,11 @@ fn supervise(
     }
     std::thread::spawn(move || signals.forever().try_for_each(|signal| events.send(Event::Signal(signal))));
     announce(&services, args, common);
+    let mut started = args.config.as_ref().and_then(|path| Some((path.as_path(), read_config(path).ok()?)));
     let mut result = Ok(());
     for event in happened {
         match event {
-            Event::Signal(SIGHUP) => services.iter().for_each(|service| {
-                if let Err(error) = guarded(|| service.reload().map_err(|e| e.to_string())).flatten() {
-                    tracing::error!("{error}");
-                }
-            }),
+            Event::Signal(SIGHUP) => reload(&services, &mut started),
             Event::Signal(SIGUSR1) => {
                 let lines = services.iter().flat_map(|service| guarded(|| service.statistics()).unwrap_or_default());
                 lines.for_each(|line| thruway_cli::say_error!("{line}"));
@@ -347,6 +353,40 @@ fn supervise(
         result = result.and(guarded(|| service.shut_down().map_err(|e| e.to_string())).flatten());
     }
     result
+}
+
+/// Has the services read their files again, and reports what is applied, what needs a restart, and what is wrong.
+/// `started`: the configuration file and what it said when the daemon was started.
+fn reload(services: &[Box<dyn Service>], started: &mut Option<(&Path, config::File)>) {
+    let mut wrong = false;
+    for service in services {
+        if let Err(error) = guarded(|| service.reload().map_err(|e| e.to_string())).flatten() {
+            thruway_cli::say_error!("thruway serve: not reloaded: {error}");
+            wrong = true;
+        }
+    }
+    if let Some((path, earlier)) = started {
+        match read_config(path) {
+            Ok(now) => {
+                for (change, line) in now.changes_since(earlier) {
+                    let line = line.map_or(String::new(), |line| format!(":{line}"));
+                    thruway_cli::say_error!(
+                        "thruway serve: {}{line}: {change} changed: needs a restart",
+                        path.display()
+                    );
+                }
+            }
+            Err(mistakes) => {
+                // The file service has reported the same.
+                if !wrong {
+                    thruway_cli::say_error!("thruway serve: not reloaded: {mistakes}");
+                }
+                wrong = true;
+            }
+        }
+    }
+    let end = if wrong { "with mistakes; what was not reloaded stays as it was" } else { "done" };
+    thruway_cli::say_error!("thruway serve: reload {end}");
 }
 
 /// Calls a service. Its panic keeps no other from being closed, nor disks from being flushed.
@@ -383,28 +423,41 @@ fn become_user(args: &ServeArgs) -> Result<(), String> {
 }
 
 /// Says what would keep the daemon from starting.
-fn check(args: &ServeArgs) -> Result<(), String> {
+fn check(args: &ServeArgs, common: &Common) -> Result<(), String> {
+    // With each, the part of the configuration that it is about.
     let mut mistakes = Vec::new();
     for export in &args.export {
-        mistakes.extend(check_exports(std::slice::from_ref(export)).err().map(|e| e.to_string()));
-    }
-    if mistakes.is_empty() {
-        // One by one they could be served.
-        mistakes.extend(check_exports(&args.export).err().map(|e| e.to_string()));
+        let error = check_exports(std::slice::from_ref(export)).err();
+        mistakes.extend(error.map(|e| (format!("export '{}'", export.name), e.to_string())));
     }
     if let Some(path) = &args.authorized_keys
         && let Err(e) = AuthorizedKeys::load(path)
     {
-        mistakes.push(e.to_string());
+        mistakes.push(("--authorized-keys".into(), e.to_string()));
     }
     if let Some(path) = &args.key
         && let Err(e) = KeyPair::load(path)
     {
-        mistakes.push(e.to_string());
+        mistakes.push(("--key".into(), e.to_string()));
     }
     mistakes.extend(args.block.mistakes());
     mistakes.extend(args.nfs.mistakes());
-    if mistakes.is_empty() { Ok(()) } else { Err(mistakes.join("\nthruway serve: ")) }
+    if mistakes.is_empty() {
+        if !common.quiet {
+            let counts =
+                [(args.export.len(), "exports"), (args.block.block.len(), "disks"), (args.nfs.share.len(), "shares")];
+            let counts: Vec<String> = counts.iter().map(|(count, what)| format!("{count} {what}")).collect();
+            thruway_cli::say_error!("thruway serve: the configuration is valid: {}", counts.join(", "));
+        }
+        return Ok(());
+    }
+    let file = args.config.as_ref().and_then(|path| Some((path, read_config(path).ok()?)));
+    let place = |what: &str| {
+        let (path, file) = file.as_ref()?;
+        Some(format!("{}:{}: ", path.display(), file.line(what)?))
+    };
+    let mistakes = mistakes.iter().map(|(what, mistake)| place(what).unwrap_or_default() + mistake);
+    Err(mistakes.collect::<Vec<_>>().join("\nthruway serve: "))
 }
 
 /// Whether there is more to serve than disks and shares.

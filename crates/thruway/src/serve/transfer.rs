@@ -12,7 +12,7 @@ use thruway_server::Address;
 use thruway_server::service::{Announcement, Ended, Service};
 use thruway_transfer::access::AuthorizedKeys;
 use thruway_transfer::auth::{Credentials, KeyPair, from_hex};
-use thruway_transfer::daemon::{Config, Daemon, Stopper};
+use thruway_transfer::daemon::{Config, Daemon, Stopper, check_export_names};
 
 /// Who the daemon is.
 pub(super) fn credentials(args: &ServeArgs) -> Result<Credentials, String> {
@@ -93,7 +93,7 @@ impl Service for TransferService {
         if let Some(path) = &self.authorized_keys {
             let failed = |e| format!("cannot reload the authorized keys, keeping the previous ones: {e}");
             self.stopper.set_authorized(AuthorizedKeys::load(path).map_err(failed)?);
-            tracing::warn!(path = %path.display(), "reloaded the authorized keys");
+            thruway_cli::say_error!("thruway serve: reloaded the authorized keys in {}", path.display());
         }
         Ok(())
     }
@@ -117,6 +117,7 @@ impl Service for TransferService {
 
 /// Refuses what would serve everybody without having been asked to.
 pub(super) fn check(args: &ServeArgs) -> Result<(), String> {
+    check_export_names(&args.export).map_err(|e| e.to_string())?;
     let has_keys = args.authorized_keys.is_some() || args.secret_from_stdin;
     if !args.anonymous && !is_loopback_only(&args.listen) && !has_keys {
         return Err(

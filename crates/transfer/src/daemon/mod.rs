@@ -652,6 +652,23 @@ impl Session<'_> {
     }
 }
 
+/// Checks the names of exports, without opening anything.
+///
+/// # Errors
+/// [`StartError::ExportName`], [`StartError::DuplicateExport`].
+pub fn check_export_names(exports: &[Export]) -> Result<(), StartError> {
+    let mut names = std::collections::HashSet::new();
+    for Export { name, .. } in exports {
+        if name.is_empty() || name.contains('/') || name == DEV_EXPORT {
+            return Err(StartError::ExportName(name.clone()));
+        }
+        if !names.insert(name) {
+            return Err(StartError::DuplicateExport(name.clone()));
+        }
+    }
+    Ok(())
+}
+
 /// Whether a daemon could serve these directories.
 ///
 /// # Errors
@@ -661,11 +678,9 @@ pub fn check_exports(exports: &[Export]) -> Result<(), StartError> {
 }
 
 fn open_exports(exports: &[Export]) -> Result<HashMap<String, Served>, StartError> {
+    check_export_names(exports)?;
     let mut opened = HashMap::new();
     for export in exports {
-        if export.name.is_empty() || export.name.contains('/') || export.name == DEV_EXPORT {
-            return Err(StartError::ExportName(export.name.clone()));
-        }
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let dir = rustix::fs::open(&export.dir, flags, Mode::empty()).map_err(|e| StartError::Export {
             name: export.name.clone(),
@@ -674,9 +689,7 @@ fn open_exports(exports: &[Export]) -> Result<HashMap<String, Served>, StartErro
         })?;
         let Export { read_only, unconfined, .. } = *export;
         let served = Served { root: Arc::new(dir), read_only, unconfined };
-        if opened.insert(export.name.clone(), served).is_some() {
-            return Err(StartError::DuplicateExport(export.name.clone()));
-        }
+        opened.insert(export.name.clone(), served);
     }
     Ok(opened)
 }

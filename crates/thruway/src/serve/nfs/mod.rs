@@ -195,13 +195,12 @@ impl NfsArgs {
     }
 
     /// What would keep shares from being served, as far as can be told without serving them.
-    pub(super) fn mistakes(&self) -> Vec<String> {
-        self.share
-            .iter()
-            .filter_map(|spec| spec.open(None, 1).err())
-            .chain(self.tls().err())
-            .chain(self.acceptor().err())
-            .collect()
+    /// With each, the part of the configuration that it is about.
+    pub(super) fn mistakes(&self) -> Vec<(String, String)> {
+        let share = |spec: &Spec| Some((format!("share '{}'", spec.name()), spec.open(None, 1).err()?));
+        let tls = self.tls().err().map(|error| ("--nfs-tls-cert".into(), error));
+        let acceptor = self.acceptor().err().map(|error| ("--nfs-keytab".into(), error));
+        self.share.iter().filter_map(share).chain(tls).chain(acceptor).collect()
     }
 }
 
@@ -384,8 +383,10 @@ impl Service for NfsService {
                 None => tracing::warn!("share '{}' is new: it is served after a restart", spec.name()),
             }
             if let Some(share) = self.shares.find(spec.name().as_bytes()) {
+                if *share.policy() != *spec.policy() {
+                    thruway_cli::say_error!("thruway serve: reloaded: {spec}");
+                }
                 share.set_policy(spec.policy().clone());
-                tracing::info!("{spec}");
             }
         }
         for share in self.shares.iter().filter(|share| !args.share.iter().any(|spec| spec.name() == share.name)) {
