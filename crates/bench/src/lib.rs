@@ -337,8 +337,26 @@ impl Test {
     }
 }
 
+/// Warns if other programs use the processors: a polling end then waits for its turn, not for the fabric.
+fn warn_of_load() {
+    let text = std::fs::read_to_string("/proc/loadavg").unwrap_or_default();
+    let load: f64 = text.split_whitespace().next().and_then(|word| word.parse().ok()).unwrap_or(0.0);
+    let processors = thruway_engine::topology::cores();
+    if load > processors as f64 / 2.0 {
+        thruway_cli::say_error!(
+            "thruway bench: this machine is busy (load average {load}, {processors} processors): figures will be worse than \
+             it can do, above all polled latency (--wait event does not poll)"
+        );
+    }
+}
+
 /// Runs the command.
 pub fn run(args: &BenchArgs, common: &Common) -> Result<(), Failed> {
+    let measures =
+        matches!(args.what, What::Lat(_) | What::Bw(_) | What::Stream(_) | What::Sockets(_) | What::Suite(_));
+    if measures && !common.quiet {
+        warn_of_load();
+    }
     let result = match &args.what {
         What::Lat(test) => measure(test, true, common),
         What::Bw(test) => measure(test, false, common),

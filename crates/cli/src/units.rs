@@ -30,12 +30,26 @@ pub fn rate(bytes_per_second: f64) -> String {
     if unit == 0 { format!("{value:.0} {}", UNITS[unit]) } else { format!("{value:.2} {}", UNITS[unit]) }
 }
 
+/// `10 MiB/s`: binary, beside sizes.
+pub fn binary_rate(bytes_per_second: f64) -> String {
+    format!("{}/s", size(bytes_per_second as u64))
+}
+
+/// `1 file`, `2 files`.
+pub fn count(count: u64, what: &str) -> String {
+    format!("{count} {what}{}", if count == 1 { "" } else { "s" })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn sizes_are_written_shortly() {
+        assert_eq!(
+            (binary_rate(2e6), count(1, "file"), count(0, "file")),
+            ("1.9 MiB/s".into(), "1 file".into(), "0 files".into())
+        );
         assert_eq!((size(64).as_str(), size(65536).as_str(), size(1_600_000).as_str()), ("64 B", "64 KiB", "1.5 MiB"));
     }
 }

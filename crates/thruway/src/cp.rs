@@ -88,7 +88,8 @@ pub(crate) struct CpArgs {
     /// Number of blocks in this end's buffer pool [default: 64, more on a long path]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(4..=1024))]
     depth: Option<u32>,
-    /// Maximum rate in bytes per second; 0 means unlimited
+    /// Maximum rate in bytes per second, such as 10M (K, M and G are powers of 1024); up to a quarter of a second's worth
+    /// goes at once; 0 means unlimited
     #[arg(long, value_name = "RATE", value_parser = units::parse_size)]
     bwlimit: Option<u64>,
     /// Bypass the page cache (direct I/O)
@@ -142,7 +143,17 @@ const OPEN_FILES_MIN: u64 = 64;
 pub(crate) fn hint(argument: &str) -> Option<&'static str> {
     match argument {
         "-z" | "--compress" => Some("nothing is compressed on the way; compress the files, or leave it out"),
-        "-P" | "--partial" => Some("interrupted copies always resume; '--progress plain' writes lines"),
+        "-P" | "--port" => Some(
+            "a port for ssh is set in ~/.ssh/config, one of a daemon in tw://host:port/; interrupted copies always resume, \
+             and '--progress plain' writes lines",
+        ),
+        "--partial" => Some("interrupted copies always resume; '--progress plain' writes lines"),
+        "-e" | "--rsh" => Some("THRUWAY_SSH names the program in place of ssh; its options are set in ~/.ssh/config"),
+        "-i" | "--itemize-changes" => Some(
+            "'-v' names each item with the reason; '--key' is a key for daemons, those of ssh are set in ~/.ssh/config",
+        ),
+        "-L" | "--copy-links" => Some("links are copied as links; only those named on the command line are followed"),
+        "-x" | "--one-file-system" => Some("other file systems below a source are copied; '--exclude' leaves them out"),
         "-R" => Some("'-r' copies directories recursively"),
         "-c" | "--checksum" => Some("every block that is sent is verified; '-u' skips by size and time"),
         _ => None,
@@ -156,7 +167,12 @@ pub(crate) fn run(args: &CpArgs, common: &Common) -> Result<(), Failed> {
     let (sources, target) = endpoints(args).map_err(usage)?;
     check_options(args, sources.iter().chain([&target])).map_err(usage)?;
     let outcome = copy(args, common, &sources, &target);
-    let done = outcome.map_err(|message| Failed::operation("cp", message))?;
+    let done = outcome.map_err(|message| {
+        if common.json {
+            thruway_cli::say!("{}", serde_json::json!({ "error": message }));
+        }
+        Failed::operation("cp", message)
+    })?;
     report(args, common, &done, start.elapsed().as_secs_f64());
     if args.stats && !common.json {
         print_stats(&done.stats);
@@ -172,6 +188,13 @@ fn endpoints<'a>(args: &'a CpArgs) -> Result<(Vec<Given<'a>>, Given<'a>), String
     let parse = |text: &'a OsString| Endpoint::parse(text).map(|endpoint| (endpoint, text));
     let (target, sources) = args.paths.split_last().expect("clap wants two");
     let (target, sources) = (parse(target)?, sources.iter().map(parse).collect::<Result<Vec<_>, _>>()?);
+    let unnamed = |(endpoint, _): &&Given<'_>| matches!(endpoint, Endpoint::Daemon { export, .. } if export.is_empty());
+    if let Some((_, text)) = sources.iter().chain([&target]).find(unnamed) {
+        let text = text.to_string_lossy();
+        return Err(format!(
+            "{text}: no export is named; write tw://host/export/path ('thruway ls {text}' lists them)"
+        ));
+    }
     if !is_local(&target) && !sources.iter().all(is_local) {
         return Err("cannot copy between two remote hosts; run 'thruway cp' on one of them".into());
     }
@@ -212,7 +235,7 @@ fn copy(args: &CpArgs, common: &Common, sources: &[Given<'_>], target: &Given<'_
     job.id = job_id(args, &job.export);
     job.options.itemize = args.dry_run || common.verbose > 0;
     let progress = Arc::new(Progress::default());
-    let quiet = common.quiet;
+    let (quiet, pulls) = (common.quiet, matches!(job.local, Local::Directory(_)));
     let (json, items) = (common.json, Arc::new(Mutex::new(Vec::new())));
     let itemized = Arc::clone(&items);
     let on_report: OnReport = Arc::new(move |report| {
@@ -231,8 +254,14 @@ fn copy(args: &CpArgs, common: &Common, sources: &[Given<'_>], target: &Given<'_
         if path.is_empty() && report.kind == ReportKind::LeftOut && quiet {
             return;
         }
+        let is_glob = pulls && report.path.iter().any(|byte| b"*?[".contains(byte));
         let message = match limits::remedy(&message) {
             Some(remedy) => format!("{message}; {remedy}"),
+            None if is_glob && report.kind == ReportKind::NotListed => {
+                format!(
+                    "{message}; patterns are not expanded there: copy the directory with -r, --include and --exclude"
+                )
+            }
             None => message,
         };
         if path.is_empty() {
@@ -249,12 +278,21 @@ fn copy(args: &CpArgs, common: &Common, sources: &[Given<'_>], target: &Given<'_
     let mode =
         if job.options.itemize && args.progress == ProgressMode::Auto { ProgressMode::Never } else { args.progress };
     let mut display = Display::start(mode, common.quiet || common.json, &progress);
+    match &job.local {
+        // Without filters, that is: what they leave out does not count.
+        Local::Sources(local) if display.is_shown() && args.exclude.is_empty() => {
+            crate::output::estimate(local.iter().map(|(path, _)| path.clone()).collect(), &progress);
+        }
+        Local::Directory(_) if !args.recursive() && job.sources.len() == 1 => {
+            progress.total_known.store(true, Ordering::Relaxed);
+        }
+        _ => {}
+    }
     // The peer that ssh started goes with its connection; after a loss another is started.
     let ssh_host = sources.iter().chain([target]).find_map(|(e, _)| match e {
         Endpoint::Ssh { host, .. } => Some(host.clone()),
         _ => None,
     });
-    let pulls = matches!(job.local, Local::Directory(_));
     let peer = std::cell::RefCell::new(peer);
     let start_again = |host: &OsString| {
         peer.borrow_mut().take();
@@ -273,7 +311,9 @@ fn copy(args: &CpArgs, common: &Common, sources: &[Given<'_>], target: &Given<'_
         let kept = progress.bytes.load(Ordering::Relaxed) > 0 && !why.contains(NOT_KEPT);
         let hint =
             resume.filter(|_| kept).map_or(String::new(), |how| format!("; what has arrived is kept, and {how}"));
-        let remedy = limits::remedy(&why).map_or(String::new(), |remedy| format!("; {remedy}"));
+        let is_daemon = [&sources[0], target].iter().any(|(e, _)| matches!(e, Endpoint::Daemon { .. }));
+        let remedy = limits::remedy(&why).or(no_daemon(&why).filter(|_| is_daemon));
+        let remedy = remedy.map_or(String::new(), |remedy| format!("; {remedy}"));
         format!("{}: {why}{remedy}{hint}", job.remote.label)
     })?;
     tracing::info!("provider {}: {}", finished.provider, finished.detail);
@@ -294,6 +334,11 @@ struct Done {
 struct Item {
     path: String,
     reason: String,
+}
+
+/// A question for an error that means that nothing listens at the daemon's address.
+fn no_daemon(why: &str) -> Option<&'static str> {
+    ["refused", "cannot connect"].iter().any(|word| why.contains(word)).then_some("is 'thruway serve' running there?")
 }
 
 /// Words for the way to resume an interrupted copy; `None` if another attempt starts over.
@@ -517,7 +562,11 @@ fn means_contents(source: &OsStr) -> bool {
 fn local_sources(sources: &[Given<'_>]) -> Result<Vec<(PathBuf, Vec<u8>)>, String> {
     let named = |(endpoint, text): &Given<'_>| {
         let Endpoint::Local(path) = endpoint else { unreachable!("the caller checked") };
-        path.symlink_metadata().map_err(|e| format!("{}: {e}", shown(path)))?;
+        path.symlink_metadata().map_err(|e| {
+            let is_number = text.as_bytes().iter().all(u8::is_ascii_digit);
+            let hint = if is_number { "; '-p' has no value: a port for ssh is set in ~/.ssh/config" } else { "" };
+            format!("{}: {e}{hint}", shown(path))
+        })?;
         if means_contents(text) {
             // Before anything is made for it.
             return match path.is_dir() {
@@ -755,32 +804,42 @@ fn report(args: &CpArgs, common: &Common, done: &Done, seconds: f64) {
     if common.quiet {
         return;
     }
+    let copied = summary.files.saturating_sub(summary.skipped);
     let mut text = format!(
-        "{}{} in {} files{}, {seconds:.2} s, {}, CPU {cpu:.2} s",
+        "{}{} in {}{}, {seconds:.2} s, {}, CPU {cpu:.2} s",
         if args.dry_run { "would copy " } else { "" },
         units::size(summary.bytes),
-        summary.files,
-        if summary.others > 0 { format!(" and {} directories and links", summary.others) } else { String::new() },
-        units::rate(rate),
+        units::count(copied, "file"),
+        match summary.others {
+            0 => String::new(),
+            1 => " and 1 other entry".into(),
+            others => format!(" and {others} other entries"),
+        },
+        units::binary_rate(rate),
     );
     for (count, what) in [
         (summary.resumed_bytes, "resumed"),
         (summary.skipped, "skipped as up to date"),
         (summary.deleted, "deleted"),
-        (summary.failed, "FAILED"),
+        (summary.failed, "failed"),
     ] {
         if count > 0 {
             text += &match what {
                 "resumed" => format!(", {} resumed", units::size(count)),
                 "deleted" if args.dry_run => format!(", would delete {count}"),
+                // A report may be of an attribute of a file that is copied.
+                "failed" => format!(", {}", units::count(count, "error")),
                 _ => format!(", {count} {what}"),
             };
         }
     }
     if finished.retries > 0 {
-        text += &format!(", {} retries", finished.retries);
+        text += &match finished.retries {
+            1 => ", 1 retry".into(),
+            retries => format!(", {retries} retries"),
+        };
     }
-    let rest_verified = checked && !verified && summary.files > summary.skipped;
+    let rest_verified = checked && !verified && copied > summary.failed;
     if rest_verified {
         text += ", the rest verified";
     }

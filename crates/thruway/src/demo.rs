@@ -1,12 +1,15 @@
 //! `thruway demo`: the main job end to end on this machine, in a temporary directory.
 
 use clap::Args;
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
 use std::collections::BTreeMap;
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 use thruway_cli::{Common, Failed, units};
 
@@ -23,7 +26,10 @@ pub(crate) struct DemoArgs {
 
 /// Runs the demonstration.
 pub(crate) fn run(args: &DemoArgs, common: &Common) -> Result<(), Failed> {
-    let result = Demo::new(args, common).and_then(|demo| demo.run());
+    let result = Demo::new(args, common).and_then(|demo| {
+        demo.clean_up_on_signals().map_err(|e| format!("handling signals: {e}"))?;
+        demo.run()
+    });
     result.map_err(|message| Failed::operation("demo", message))
 }
 
@@ -32,6 +38,8 @@ struct Demo<'a> {
     common: &'a Common,
     dir: tempfile::TempDir,
     program: PathBuf,
+    /// Process numbers of the children that run.
+    children: Arc<Mutex<Vec<u32>>>,
 }
 
 /// One step's result.
@@ -59,7 +67,44 @@ impl<'a> Demo<'a> {
         let dir = tempfile::Builder::new().prefix("thruway-demo-").tempdir_in(&base);
         let dir = dir.map_err(|e| format!("{}: {e}", base.display()))?;
         let program = std::env::current_exe().map_err(|e| format!("finding this program: {e}"))?;
-        Ok(Demo { args, common, dir, program })
+        Ok(Demo { args, common, dir, program, children: Arc::default() })
+    }
+
+    /// Removes the directory when a signal ends the demo. The children end with it: the terminal's keys signal them, too, and
+    /// a copy ends when its daemon has gone.
+    fn clean_up_on_signals(&self) -> std::io::Result<()> {
+        let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP])?;
+        let (dir, children) = (self.dir.path().to_path_buf(), Arc::clone(&self.children));
+        std::thread::spawn(move || {
+            let Some(signal) = signals.forever().next() else { return };
+            // No more children are started while this lock is held.
+            let children = children.lock().expect("no panics under the lock");
+            for child in children.iter().filter_map(|pid| rustix::process::Pid::from_raw(*pid as i32)) {
+                let _ = rustix::process::kill_process(child, rustix::process::Signal::KILL);
+            }
+            // What they were about to make may come a moment later.
+            for _ in 0..100 {
+                if fs::remove_dir_all(&dir).is_ok() || !dir.exists() {
+                    break;
+                }
+                std::thread::sleep(Duration::from_millis(10));
+            }
+            let _ = signal_hook::low_level::emulate_default_handler(signal);
+        });
+        Ok(())
+    }
+
+    /// Starts a child that a signal to the demo ends as well.
+    fn spawn(&self, command: &mut Command) -> std::io::Result<Child> {
+        let mut children = self.children.lock().expect("no panics under the lock");
+        let child = command.spawn()?;
+        children.push(child.id());
+        Ok(child)
+    }
+
+    /// A child has ended: its number may be another process's.
+    fn ended(&self, child: u32) {
+        self.children.lock().expect("no panics under the lock").retain(|pid| *pid != child);
     }
 
     fn say(&self, text: &str) {
@@ -108,7 +153,12 @@ impl<'a> Demo<'a> {
     fn show(&self, steps: &mut Vec<Step>, what: String, json: serde_json::Value) {
         let get = |key: &str| json[key].as_u64().unwrap_or(0);
         let rate = units::rate(json["bytes_per_second"].as_f64().unwrap_or(0.0));
-        let mut text = format!("{what:<34} {:>10} {:>11}, {} files", units::size(get("bytes")), rate, get("files"));
+        let mut text = format!(
+            "{what:<34} {:>10} {:>11}, {}",
+            units::size(get("bytes")),
+            rate,
+            units::count(get("files"), "file")
+        );
         if get("resumed_bytes") > 0 {
             text += &format!(", {} not sent again", units::size(get("resumed_bytes")));
         }
@@ -127,12 +177,8 @@ impl<'a> Demo<'a> {
         let large = source.join("large");
         let limit = (self.args.size / 2).to_string();
         let options = ["--bwlimit", &limit];
-        let mut child = self
-            .command(&options, &large, there.as_ref())
-            .stdout(Stdio::null())
-            .stderr(Stdio::null())
-            .spawn()
-            .map_err(|e| e.to_string())?;
+        let mut command = self.command(&options, &large, there.as_ref());
+        let mut child = self.spawn(command.stdout(Stdio::null()).stderr(Stdio::null())).map_err(|e| e.to_string())?;
         let start = Instant::now();
         while on_disk(served, "interrupted") < self.args.size / 2 {
             if start.elapsed() > Duration::from_secs(60) || child.try_wait().map_err(|e| e.to_string())?.is_some() {
@@ -141,6 +187,7 @@ impl<'a> Demo<'a> {
             std::thread::sleep(Duration::from_millis(5));
         }
         child.kill().and_then(|()| child.wait()).map_err(|e| e.to_string())?;
+        self.ended(child.id());
         if served.join("interrupted").exists() {
             return Err("an unfinished file appeared under its name".into());
         }
@@ -213,12 +260,14 @@ impl<'a> Demo<'a> {
     }
 
     fn serve(&self, dir: &Path) -> Result<Daemon, String> {
-        let mut child = Command::new(&self.program)
-            .args(["serve", "--json", "--listen", "127.0.0.1:0", "--export"])
-            .arg(format!("demo={}", dir.display()))
-            .stdout(Stdio::piped())
-            .spawn()
-            .map_err(|e| format!("starting the daemon: {e}"))?;
+        let mut command = Command::new(&self.program);
+        command.args(["serve", "--json", "--listen", "127.0.0.1:0", "--export"]);
+        command.arg(format!("demo={}", dir.display())).stdout(Stdio::piped());
+        // The copy that is killed is no news.
+        if self.common.verbose == 0 && std::env::var_os("THRUWAY_LOG").is_none() {
+            command.env("THRUWAY_LOG", "error");
+        }
+        let mut child = self.spawn(&mut command).map_err(|e| format!("starting the daemon: {e}"))?;
         let mut line = String::new();
         let out = child.stdout.as_mut().expect("piped");
         BufReader::new(out).read_line(&mut line).map_err(|e| format!("starting the daemon: {e}"))?;
@@ -235,7 +284,12 @@ impl<'a> Demo<'a> {
     }
 
     fn cp(&self, options: &[&str], from: &Path, to: &Path) -> Result<serde_json::Value, String> {
-        let out = self.command(options, from, to).output().map_err(|e| format!("starting a copy: {e}"))?;
+        let mut command = self.command(options, from, to);
+        let child = self.spawn(command.stdout(Stdio::piped()).stderr(Stdio::piped()));
+        let child = child.map_err(|e| format!("starting a copy: {e}"))?;
+        let id = child.id();
+        let out = child.wait_with_output().map_err(|e| format!("waiting for a copy: {e}"))?;
+        self.ended(id);
         let _ = std::io::stderr().write_all(&out.stderr);
         if !out.status.success() {
             return Err(format!("the copy from {} failed: {}", from.display(), out.status));

@@ -28,6 +28,10 @@ pub(crate) fn run(args: &KeygenArgs, common: &Common) -> Result<(), Failed> {
     if let Some(dir) = parent.filter(|dir| !dir.is_dir()) {
         return Err(Failed::operation("keygen", format!("{}: no such directory; create it first", dir.display())));
     }
+    if let Ok(pair) = KeyPair::load(&path) {
+        let why = format!("{}: there is a key already; its public half is {}", path.display(), pair.public());
+        return Err(Failed::operation("keygen", why));
+    }
     let pair = KeyPair::generate();
     pair.save(&path).map_err(|error| Failed::operation("keygen", error))?;
     if common.json {

@@ -19,7 +19,16 @@ const PERIOD: Duration = Duration::from_secs(10);
 /// Starts to log: warnings, with `-v` what happens, with `-vv` everything; or what `THRUWAY_LOG` says. With the time of each line, or not.
 pub(crate) fn start(verbose: u8, has_times: bool) {
     let level = ["warn", "info", "debug"][usize::from(verbose.min(2))];
-    let filter = EnvFilter::try_from_env("THRUWAY_LOG").unwrap_or_else(|_| level.into());
+    let filter = match std::env::var("THRUWAY_LOG").map(|text| (EnvFilter::try_new(&text), text)) {
+        Ok((Ok(filter), _)) => filter,
+        Ok((Err(error), text)) => {
+            thruway_cli::say_error!(
+                "thruway: invalid THRUWAY_LOG '{text}' ({error}); expected such as debug or thruway_transfer=debug"
+            );
+            level.into()
+        }
+        Err(_) => level.into(),
+    };
     let log = tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_ansi(std::io::IsTerminal::is_terminal(&std::io::stderr()))

@@ -2,6 +2,8 @@
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use std::io::IsTerminal;
+use std::os::unix::fs::MetadataExt;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
@@ -27,6 +29,11 @@ pub(crate) struct Display {
 }
 
 impl Display {
+    /// Whether anything is shown.
+    pub(crate) fn is_shown(&self) -> bool {
+        self.thread.is_some()
+    }
+
     /// Starts showing, if the mode and the terminal want it.
     pub(crate) fn start(mode: ProgressMode, quiet: bool, progress: &Arc<Progress>) -> Display {
         let stop = Arc::new(AtomicBool::new(false));
@@ -60,7 +67,8 @@ impl Drop for Display {
 
 fn new_bar() -> ProgressBar {
     let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr());
-    bar.set_style(ProgressStyle::with_template("{spinner} {msg}").expect("a valid template"));
+    // One line, however narrow the terminal is.
+    bar.set_style(ProgressStyle::with_template("{spinner} {wide_msg}").expect("a valid template"));
     bar
 }
 
@@ -87,19 +95,82 @@ fn show(bar: Option<&ProgressBar>, progress: &Progress, stop: &AtomicBool) {
     }
 }
 
-/// `1.2 GiB, 34 %, 1.10 GB/s, 120 files, 2 s left`.
+/// `1.2 GiB of 3.5 GiB, 34 %, 1.0 GiB/s, 120 files, 2 s left`. As long as the total is not known: `of at least`.
 fn describe(progress: &Progress, elapsed: Duration) -> String {
     let get = |c: &std::sync::atomic::AtomicU64| c.load(Ordering::Relaxed);
-    let (bytes, files, total) = (get(&progress.bytes), get(&progress.files), get(&progress.total_bytes));
+    let (bytes, files, estimate) = (get(&progress.bytes), get(&progress.files), get(&progress.estimate));
     let rate = bytes as f64 / elapsed.as_secs_f64().max(0.001);
-    let mut text = units::size(bytes);
-    let known = progress.total_known.load(Ordering::Relaxed) && total > 0;
-    if known {
-        text += &format!(", {:.0} %", (bytes as f64 / total as f64 * 100.0).min(100.0));
+    let done = bytes + if estimate > 0 { get(&progress.resumed) } else { 0 };
+    let known = estimate > 0 || progress.total_known.load(Ordering::Relaxed);
+    let total = if estimate > 0 { estimate } else { get(&progress.total_bytes) };
+    let mut text = units::size(done);
+    match known {
+        _ if total < done.max(1) => {}
+        true => text += &format!(" of {}, {:.0} %", units::size(total), done as f64 / total as f64 * 100.0),
+        false => text += &format!(" of at least {}", units::size(total)),
     }
-    text += &format!(", {}, {files} files", units::rate(rate));
-    if known && rate > 0.0 {
-        text += &format!(", {:.0} s left", (total.saturating_sub(bytes)) as f64 / rate);
+    text += &format!(", {}, {}", units::binary_rate(rate), units::count(files, "file"));
+    if known && total >= done && bytes > 0 {
+        text += &format!(", {} left", duration((total - done) as f64 / rate));
     }
     text
+}
+
+/// `5 s`, `3 min`, `2 h 5 min`.
+fn duration(seconds: f64) -> String {
+    let seconds = seconds.ceil() as u64;
+    match seconds {
+        0..120 => format!("{seconds} s"),
+        120..7200 => format!("{} min", seconds / 60),
+        _ => format!("{} h {} min", seconds / 3600, seconds % 3600 / 60),
+    }
+}
+
+/// Finds out, beside the copy, how much there is to copy, for the percentage.
+pub(crate) fn estimate(sources: Vec<PathBuf>, progress: &Arc<Progress>) {
+    let progress = Arc::downgrade(progress);
+    let walk = move || {
+        let (mut total, mut todo) = (0u64, sources);
+        while let Some(path) = todo.pop() {
+            // The copy is over.
+            if progress.strong_count() == 0 {
+                return;
+            }
+            let Ok(meta) = path.symlink_metadata() else { continue };
+            if meta.is_dir() {
+                todo.extend(std::fs::read_dir(&path).into_iter().flatten().flatten().map(|entry| entry.path()));
+            } else if meta.is_file() {
+                // Holes are not sent.
+                total += meta.len().min(meta.blocks() * 512);
+            }
+        }
+        if let Some(progress) = progress.upgrade() {
+            progress.estimate.store(total, Ordering::Relaxed);
+        }
+    };
+    if let Err(error) = std::thread::Builder::new().name("estimate".into()).spawn(walk) {
+        tracing::debug!(%error, "no estimate");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn progress_has_percent_and_time_left_where_the_total_is_known() {
+        let progress = Progress::default();
+        let of = |seconds| describe(&progress, Duration::from_secs(seconds));
+        progress.bytes.store(10 << 20, Ordering::Relaxed);
+        progress.files.store(1, Ordering::Relaxed);
+        assert_eq!(of(10), "10 MiB, 1 MiB/s, 1 file");
+        progress.total_bytes.store(20 << 20, Ordering::Relaxed);
+        assert_eq!(of(10), "10 MiB of at least 20 MiB, 1 MiB/s, 1 file");
+        progress.total_known.store(true, Ordering::Relaxed);
+        assert_eq!(of(10), "10 MiB of 20 MiB, 50 %, 1 MiB/s, 1 file, 10 s left");
+        progress.resumed.store(30 << 20, Ordering::Relaxed);
+        progress.estimate.store(240 << 20, Ordering::Relaxed);
+        assert_eq!(of(10), "40 MiB of 240 MiB, 17 %, 1 MiB/s, 1 file, 3 min left");
+        assert_eq!(duration(7500.0), "2 h 5 min");
+    }
 }

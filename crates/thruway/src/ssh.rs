@@ -52,7 +52,10 @@ impl Connection {
         let heard = told.and_then(|()| up.read_line(&mut line));
         let connection = Connection { child, _pipe: down };
         let Some((port, told)) = heard.ok().and_then(|_| parse_greeting(&line)) else {
-            return Err(format!("{shown}: could not start '{there}' there through ssh"));
+            return Err(format!(
+                "{shown}: could not start '{there}' there through ssh; install thruway there, or name its path there by \
+                 THRUWAY_REMOTE"
+            ));
         };
         // The address at which ssh reached it, then what its name means here: an alias in ssh's configuration may
         // be no name of a host at all.

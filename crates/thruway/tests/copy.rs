@@ -556,6 +556,80 @@ fn items_are_named_with_the_reason() {
 }
 
 #[test]
+fn mistakes_of_users_of_other_programs_are_explained() {
+    let lab = Lab::new();
+    let served = lab.mkdir("served");
+    fs::write(served.join("a.log"), "").unwrap();
+    fs::write(lab.path("f"), "").unwrap();
+    let daemon = lab.serve(&served);
+    let said = |status, list: &[&dyn AsRef<OsStr>], expected: &str| {
+        let out = with_fake_ssh(&lab).env("THRUWAY_LOG", "off").args(args(list)).output().unwrap();
+        assert!(
+            out.status.code() == Some(status) && stderr(&out).contains(expected),
+            "{:?} {}",
+            args(list),
+            stderr(&out)
+        );
+        out
+    };
+    for (option, expected) in [
+        ("-P", "~/.ssh/config"),
+        ("-e", "THRUWAY_SSH"),
+        ("-i", "'-v' names each item"),
+        ("-L", "links are copied as links"),
+        ("-x", "'--exclude'"),
+        ("-c", "every block"),
+    ] {
+        said(2, &[&"cp", &option, &"x", &"h:y", &"z"], expected);
+    }
+    said(1, &[&"cp", &"-p", &"2222", &lab.path("f"), &"h:y"], "a port for ssh is set in ~/.ssh/config");
+    said(1, &[&"cp", &daemon.url("e/*.log"), &lab.mkdir("here")], "patterns are not expanded there");
+    said(2, &[&"cp", &lab.path("f"), &"tw://127.0.0.1"], "no export is named");
+    let absolute = lab.path("none/x");
+    let mut there = OsString::from("localhost:");
+    there.push(&absolute);
+    said(1, &[&"cp", &there, &lab.path("g")], &format!("thruway cp: {}: ", absolute.display()));
+    said(1, &[&"cp", &lab.path("f"), &there], &format!("localhost: {}: No such file", absolute.display()));
+    let out =
+        with_fake_ssh(&lab).env("THRUWAY_REMOTE", "/no/thruway").arg("cp").arg(&there).arg(lab.path("g")).output();
+    assert!(stderr(&out.unwrap()).contains("THRUWAY_REMOTE"));
+    // Nobody listens there any more.
+    let gone = daemon.url("e/x");
+    drop(daemon);
+    let out =
+        said(1, &[&"cp", &"--json", &"--retries", &"0", &lab.path("f"), &gone], "is 'thruway serve' running there?");
+    assert!(parse(&out)["error"].as_str().unwrap().contains("is 'thruway serve' running"));
+    let key = lab.path("key");
+    said(0, &[&"keygen", &"--output", &key], "");
+    let public = fs::read_to_string(key.with_extension("pub")).unwrap();
+    said(1, &[&"keygen", &"--output", &key], public.split_whitespace().next().unwrap());
+    for (address, expected) in [("localhost:7", "127.0.0.1:7"), (":7", "0.0.0.0:7"), ("127.0.0.1", "127.0.0.1:7117")] {
+        said(2, &[&"serve", &"--listen", &address], expected);
+    }
+    said(2, &[&"serve", &"--share", &"d=/tmp,squash=some"], "invalid squash 'some' (expected root, all or none)");
+    let out = thruway(lab.dir.path()).env("THRUWAY_LOG", "nonsense=xx").args(["keygen", "--output"]).arg(&key).output();
+    assert!(stderr(&out.unwrap()).contains("invalid THRUWAY_LOG 'nonsense=xx'"));
+}
+
+#[test]
+fn a_demo_that_is_interrupted_leaves_nothing_behind() {
+    for signal in ["INT", "TERM"] {
+        let lab = Lab::new();
+        let dir = lab.mkdir("dir");
+        let mut command = thruway(lab.dir.path());
+        command.args(["demo", "--size", "64M", "--dir"]).arg(&dir);
+        let mut demo =
+            command.stdout(std::process::Stdio::piped()).stderr(std::process::Stdio::piped()).spawn().unwrap();
+        let mut lines = std::io::BufRead::lines(std::io::BufReader::new(demo.stdout.take().unwrap()));
+        assert!(lines.any(|line| line.unwrap().starts_with("there by")), "it copies");
+        let kill = std::process::Command::new("kill").arg(format!("-{signal}")).arg(demo.id().to_string()).status();
+        assert!(kill.unwrap().success());
+        assert!(!demo.wait().unwrap().success());
+        assert_eq!(fs::read_dir(&dir).unwrap().count(), 0, "{signal}");
+    }
+}
+
+#[test]
 fn several_sources_of_one_name_are_one_directory() {
     let lab = Lab::new();
     for (name, file) in [("a", "one"), ("b", "two")] {

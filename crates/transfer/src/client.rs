@@ -407,6 +407,7 @@ fn attempt(
             let roots = sources.iter().map(|(path, name)| Root {
                 beneath: None,
                 confined: false,
+                is_top: false,
                 path: path.clone(),
                 name: reply.rename.clone().filter(|_| !name.is_empty()).unwrap_or_else(|| name.clone()),
             });

@@ -271,6 +271,8 @@ pub struct Progress {
     pub resumed: AtomicU64,
     /// No more will be found.
     pub total_known: AtomicBool,
+    /// Bytes of all files, resumed ones included, if that is known from somewhere else; 0 if not.
+    pub estimate: AtomicU64,
 }
 
 impl Progress {

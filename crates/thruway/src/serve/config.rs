@@ -754,7 +754,7 @@ mod tests {
             ("dir = '/srv'\nsec = ['krb6']", "krb6"),
             ("dir = '/srv'\nsec = [7]", "''"),
             ("dir = '/srv'\nsec = 'krb5'", "is a list"),
-            ("dir = '/srv'\nsquash = 'some'", "squash=some"),
+            ("dir = '/srv'\nsquash = 'some'", "invalid squash 'some'"),
             ("dir = '/srv'\nro = true", "'ro' of a share (expected name, dir, read-only"),
             ("dir = '/srv'\nallow = []", "allow is empty"),
             ("dir = '/srv'\nallow = ['10.0.0.1/8']", "10.0.0.0/8"),

@@ -74,7 +74,7 @@ pub(crate) struct ServeArgs {
     #[arg(long, hide = true)]
     config_reference: bool,
     /// Address to listen on; may be repeated (port 0: any; the address is printed)
-    #[arg(long, value_name = "ADDR:PORT")]
+    #[arg(long, value_name = "ADDR:PORT", value_parser = parse_address)]
     listen: Vec<SocketAddr>,
     /// Serve over iWARP in user space and plain TCP, or over the RDMA device at the address
     #[arg(long, value_enum, default_value_t = ServeProvider::Iwarp)]
@@ -153,6 +153,21 @@ fn rdma_device(listen: &[SocketAddr]) -> Result<verbs::Config, String> {
         }
     }
     Ok(first)
+}
+
+/// An address to listen on, with a hint for other ways to write one.
+fn parse_address(text: &str) -> Result<SocketAddr, String> {
+    text.parse().map_err(|_| {
+        let example = match (text.parse::<std::net::IpAddr>(), text.trim_start_matches(':').parse::<u16>()) {
+            (Ok(ip), _) => SocketAddr::new(ip, crate::endpoint::DEFAULT_PORT).to_string(),
+            (_, Ok(port)) => format!("127.0.0.1:{port}, or 0.0.0.0:{port} for all addresses"),
+            _ => match text.strip_prefix("localhost:") {
+                Some(port) => format!("127.0.0.1:{port}"),
+                None => "127.0.0.1:7117 or [::1]:7117".into(),
+            },
+        };
+        format!("invalid address (expected ADDR:PORT, such as {example})")
+    })
 }
 
 fn parse_export(text: &str) -> Result<Export, String> {

@@ -56,6 +56,11 @@ impl TransferService {
             let mode = if export.read_only { "read-only" } else { "read and write" };
             lines.push(format!("export {} = {} ({mode})", export.name, export.dir.display()));
         }
+        if args.export.is_empty() {
+            lines.push(
+                "export dev only (tw://host/dev/null, tw://host/dev/zero); --export NAME=DIR serves a directory".into(),
+            );
+        }
         lines.push(format!("public key {public_key}"));
         Ok(TransferService {
             addresses: daemon.addrs().into_iter().map(Address::Tcp).collect(),

@@ -688,7 +688,8 @@ fn open_exports(exports: &[Export]) -> Result<HashMap<String, Served>, StartErro
             source: e.into(),
         })?;
         let Export { read_only, unconfined, .. } = *export;
-        let served = Served { root: Arc::new(dir), read_only, unconfined };
+        let is_top = export.dir == std::path::Path::new("/");
+        let served = Served { root: Arc::new(dir), read_only, unconfined, is_top };
         opened.insert(export.name.clone(), served);
     }
     Ok(opened)

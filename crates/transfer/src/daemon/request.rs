@@ -42,9 +42,16 @@ pub(super) struct Served {
     pub(super) read_only: bool,
     /// Paths are the peer's own affair: links lead anywhere, as for a user of this machine.
     pub(super) unconfined: bool,
+    /// It is the root directory of this machine: messages show its paths with the slash that they begin with.
+    pub(super) is_top: bool,
 }
 
 impl Served {
+    /// A path below it as messages show it.
+    fn shown(&self, path: &[u8]) -> String {
+        format!("{}{}", if self.is_top { "/" } else { "" }, crate::escape(path))
+    }
+
     fn open_dir(&self, base: &OwnedFd, path: &[u8]) -> Result<OwnedFd, Errno> {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
         if !self.unconfined {
@@ -115,7 +122,8 @@ pub(super) fn open(shared: &Shared, asked: &SessionRequest, principal: &Principa
                 let Allowed { base, .. } = allowed(&s.path, Rights::READ, "read")?;
                 let (base, rest) = base_of(export, &s.path, base)?;
                 let path = Path::new(std::ffi::OsStr::from_bytes(rest)).to_path_buf();
-                Ok(Root { beneath: Some(base), confined: !export.unconfined, path, name: s.name.clone() })
+                let (confined, is_top) = (!export.unconfined, export.is_top && s.path.len() == rest.len());
+                Ok(Root { beneath: Some(base), confined, is_top, path, name: s.name.clone() })
             };
             asked.sources.iter().map(root_of).collect::<Result<_, Refusal>>().map(Work::Pull)
         }
@@ -133,7 +141,7 @@ fn base_of<'a>(export: &Served, path: &'a [u8], base: usize) -> Result<(Arc<Owne
         return Ok((Arc::clone(&export.root), path));
     }
     let (below, rest) = path.split_at(base);
-    let failed = |e| (AbortCode::Refused, format!("{}: {}", crate::escape(below), sentence(e)));
+    let failed = |e| (AbortCode::Refused, format!("{}: {}", export.shown(below), sentence(e)));
     let opened = export.open_dir(&export.root, below).map_err(failed)?;
     Ok((Arc::new(opened), rest.strip_prefix(b"/").unwrap_or(rest)))
 }
@@ -155,7 +163,8 @@ fn open_dev(asked: &SessionRequest) -> Result<Work, Refusal> {
         }
         Direction::Pull if asked.sources.len() == 1 && asked.sources[0].path == b"zero" => {
             let name = asked.sources[0].name.clone();
-            Ok(Work::Pull(vec![Root { beneath: None, confined: false, path: "/dev/zero".into(), name }]))
+            let path = "/dev/zero".into();
+            Ok(Work::Pull(vec![Root { beneath: None, confined: false, is_top: false, path, name }]))
         }
         Direction::List => Ok(Work::List(Vec::new())),
         _ => refuse(format!("export '{DEV_EXPORT}' has only 'null' to write to and 'zero' to read from")),
@@ -167,7 +176,7 @@ fn open_dev(asked: &SessionRequest) -> Result<Work, Refusal> {
 /// is repeated goes where the first one went, though the target is there by now.
 fn open_push(export: &Served, asked: &SessionRequest, job: [u8; 16], allowed: Allowed) -> Result<Work, Refusal> {
     let (base, path) = base_of(export, &asked.path, allowed.base)?;
-    let shown = |e: Errno| (AbortCode::Refused, format!("{}: {}", crate::escape(&asked.path), sentence(e)));
+    let shown = |e: Errno| (AbortCode::Refused, format!("{}: {}", export.shown(&asked.path), sentence(e)));
     let by_name = || -> Result<(OwnedFd, Option<Vec<u8>>), Refusal> {
         let (parent, name) = beneath::split(path);
         Ok((export.open_dir(&base, parent).map_err(shown)?, Some(name.to_vec())))
@@ -179,10 +188,10 @@ fn open_push(export: &Served, asked: &SessionRequest, job: [u8; 16], allowed: Al
             _ => (dir, None),
         },
         Err(Errno::NOENT) if asked.into_directory && asked.options.dry_run => {
-            return refuse(format!("{}: does not exist; a dry run does not make it", crate::escape(&asked.path)));
+            return refuse(format!("{}: does not exist; a dry run does not make it", export.shown(&asked.path)));
         }
         Err(Errno::NOENT) if asked.into_directory => {
-            let failed = |e: std::io::Error| (AbortCode::Refused, format!("{}: {e}", crate::escape(&asked.path)));
+            let failed = |e: std::io::Error| (AbortCode::Refused, format!("{}: {e}", export.shown(&asked.path)));
             make_dir(export, &base, path).map_err(failed)?;
             (export.open_dir(&base, path).map_err(shown)?, None)
         }
@@ -232,7 +241,7 @@ fn entry(name: &[u8], stat: &rustix::fs::Stat) -> ListEntry {
 }
 
 fn list(export: &Served, root: &OwnedFd, path: &[u8]) -> Result<Vec<ListEntry>, Refusal> {
-    let failed = |e: Errno| (AbortCode::Refused, format!("{}: {}", crate::escape(path), sentence(e)));
+    let failed = |e: Errno| (AbortCode::Refused, format!("{}: {}", export.shown(path), sentence(e)));
     let dir = match export.open_dir(root, path) {
         Ok(dir) => dir,
         Err(Errno::NOTDIR) => {

@@ -247,6 +247,7 @@ impl Files {
                     (true, Some(Promise::Resume(identity))) => Some(identity),
                     (true, _) => return self.violation(Violation::Unexpected("continuation of a file")),
                 };
+                Progress::add(&self.progress.total_bytes, meta.size);
                 let opened = self.open_large(&path, meta, resumed);
                 self.opened(file, &path, opened);
             }

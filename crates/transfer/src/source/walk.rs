@@ -46,6 +46,8 @@ pub struct Root {
     pub beneath: Option<Arc<OwnedFd>>,
     /// `path` must not lead out of that directory.
     pub confined: bool,
+    /// That directory is the root directory of this machine.
+    pub is_top: bool,
     /// Path of the thing to copy.
     pub path: PathBuf,
     /// Its name at the sink; empty: its contents go into the sink's root.
@@ -255,7 +257,8 @@ impl Walker {
     fn root(&mut self, root: Root) -> Walk {
         // What is in an export may have been made by its number by somebody else.
         self.reads_devices = !root.confined;
-        let shown = root.path.as_os_str().as_encoded_bytes().to_vec();
+        let above = if root.is_top { &b"/"[..] } else { b"" };
+        let shown = [above, root.path.as_os_str().as_encoded_bytes()].concat();
         let opened = match &root.beneath {
             Some(base) if !root.confined => {
                 let path = if root.path.as_os_str().is_empty() { ".".into() } else { root.path.clone() };

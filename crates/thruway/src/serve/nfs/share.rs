@@ -109,6 +109,16 @@ impl Spec {
                 }
                 (_, Some(rules)) => rules.split('|').try_for_each(|rule| self.allow(rule))?,
                 _ => {
+                    let values = [
+                        ("squash", "root, all or none"),
+                        ("mode", "cached or direct"),
+                        ("delegations", "none, read or write"),
+                    ];
+                    for (name, values) in values {
+                        if let Some(value) = other.strip_prefix(name).and_then(|rest| rest.strip_prefix('=')) {
+                            return Err(format!("invalid {name} '{value}' (expected {values})"));
+                        }
+                    }
                     // By the names that exports(5) has.
                     let hint = match other {
                         "root_squash" => "write squash=root",
