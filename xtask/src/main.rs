@@ -21,7 +21,7 @@ cargo xtask TASK
   loom          what threads share in the fabric, in every order in which they can do it
   miri          tests of what does no input or output, under Miri (a quarter of an hour; needs a nightly toolchain)
   soak MINUTES  disks in use while the daemon is killed again and again, and programs on disks that fail, from new seeds
-  soak-sockets MINUTES  sequences of calls on accelerated sockets beside the same on TCP, from new seeds
+  soak-sockets MINUTES  calls on accelerated sockets beside the same on TCP, and hostile peers, from new seeds
   programs      PostgreSQL, memcached, redis, nginx, Open MPI, Java, ssh and others by `thruway run`, beside the same on TCP
   soak-nfs MINUTES  files in use by Linux's NFS clients while the server is killed again and again, in a guest, from a new seed
   posix         fsx and pjdfstest on the file systems that Linux's NFS clients make of Thruway's, in a guest
@@ -379,7 +379,8 @@ fn soak(minutes: &str) -> Result<(), String> {
     test("failing_disks", &[("THRUWAY_SEEDS", &format!("{first}..{}", first + minutes * 20))])
 }
 
-/// Sequences of calls, some thousand a minute, whose results are compared with and without acceleration.
+/// Sequences of calls, some thousand a minute, whose results are compared with and without acceleration; in turn with a peer that stores
+/// anything into the shared memory.
 fn soak_sockets(minutes: &str) -> Result<(), String> {
     let minutes: u64 = minutes.parse().map_err(|e| format!("soak-sockets {minutes}: {e}"))?;
     let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |now| now.as_secs());
@@ -387,8 +388,13 @@ fn soak_sockets(minutes: &str) -> Result<(), String> {
     let mut first = now * 1000;
     while begin.elapsed().as_secs() < minutes * 60 {
         let range = format!("{first}..{}", first + 3000);
-        let args = ["test", "--quiet", "-p", "thruway", "--test", "sockets", "calls_return_what_tcp_returns"];
-        run_with(&format!("sequences {range}"), "cargo", &args, &[("THRUWAY_SEEDS", &range)])?;
+        let test = ["test", "--quiet", "-p", "thruway", "--test", "sockets"];
+        let sequences = [&test[..], &["calls_return_what_tcp_returns"]].concat();
+        run_with(&format!("sequences {range}"), "cargo", &sequences, &[("THRUWAY_SEEDS", &range)])?;
+        let seed = first.to_string();
+        let hostile = [&test[..], &["a_hostile_peer_breaks_only_its_own_connection"]].concat();
+        let how = [("THRUWAY_HOSTILE_SECONDS", "60"), ("THRUWAY_HOSTILE_SEED", &seed[..])];
+        run_with(&format!("hostile peer {seed}"), "cargo", &hostile, &how)?;
         first += 3000;
     }
     Ok(())

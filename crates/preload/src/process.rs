@@ -178,8 +178,9 @@ pub(crate) fn exec(real: impl Fn() -> c_int) -> c_int {
 }
 
 fn arm(slot: &Slot) {
-    if let Ok(Some(receiving)) = slot.receiving() {
-        let _ = receiving.reader.arm(&receiving.segment, WakeBy::Doorbell);
+    if let Ok(Some(mut receiving)) = slot.receiving() {
+        let slots::Receiving { segment, reader, .. } = &mut receiving;
+        let _ = reader.arm(segment, WakeBy::Doorbell);
     }
 }
 

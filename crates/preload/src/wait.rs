@@ -161,8 +161,9 @@ impl Watched {
                 slot.sleepers.fetch_add(1, Ordering::SeqCst);
                 slot.is_watched.store(true, Ordering::Relaxed);
                 match slot.receiving() {
-                    Ok(Some(receiving)) => {
-                        receiving.reader.arm(&receiving.segment, waker::wakes(number)).unwrap_or(false)
+                    Ok(Some(mut receiving)) => {
+                        let slots::Receiving { segment, reader, .. } = &mut receiving;
+                        reader.arm(segment, waker::wakes(number)).unwrap_or(false)
                     }
                     _ => true,
                 }
@@ -304,7 +305,12 @@ pub(crate) unsafe fn poll(list: *mut pollfd, count: libc::nfds_t, limit: Limit, 
     loop {
         if any(polled) {
             let ready = real(Some(none));
-            return if ready < 0 { ready } else { correct(polled) };
+            let corrected = if ready < 0 { ready } else { correct(polled) };
+            // Another thread may have read what there was.
+            if corrected != 0 || limit.is_over() {
+                return corrected;
+            }
+            continue;
         }
         let is_over = limit.is_over();
         let mut one = polled.iter().filter_map(|one| match wants(one) {
@@ -508,8 +514,10 @@ pub(crate) fn is_doorbell(number: u32, fd: c_int) -> bool {
     data::keep_error(slot, reader);
     // What waits goes on waiting, for the next one.
     let is_empty = reader.arm(segment, waker::wakes(number)).unwrap_or(false);
+    let unexpected = reader.unexpected(segment, &connection);
     drop(receiving);
-    if !is_empty {
+    // Bytes that are no doorbells are the program's.
+    if !is_empty || unexpected != Ok(0) {
         return false;
     }
     if relayed::is_relayed(slot) && !relayed::explains(slot, fd) {

@@ -183,7 +183,7 @@ impl Carried {
             }
             did = true;
         }
-        if self.segment.over() == Over::Lost {
+        if self.segment.told_over() == Over::Lost {
             return Err(Failed::Here);
         }
         let has_said_all = self.inlet.is_reader_gone(&self.segment) && self.outlet.is_ended(&self.segment);

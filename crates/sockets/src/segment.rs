@@ -364,8 +364,13 @@ impl Segment {
         self.is_relayed
     }
 
-    /// What has become of the way to the other host.
+    /// What has become of the way to the other host. Within a host there is none, whatever the peer has written.
     pub fn over(&self) -> Over {
+        if self.is_relayed { self.told_over() } else { Over::No }
+    }
+
+    /// As [`over`](Segment::over), at the relay's end.
+    pub fn told_over(&self) -> Over {
         match self.head().over.load(Ordering::Acquire) {
             0 => Over::No,
             1 => Over::Finished,

@@ -583,13 +583,37 @@ fn threads_in_c_find_their_own_connections_as_on_tcp() {
     assert!(counted["accelerated"] > 4_000 && counted["reused"] > 3_000, "{counted:?}");
 }
 
-/// Has a program in C run on TCP and accelerated, with the same output.
-fn compare_in_c(name: &str, options: Option<&[&str]>) -> Output {
-    let lab = support::Lab::new();
+/// Builds a program in C of `tests/sockets`.
+fn build_c(lab: &support::Lab, name: &str, libraries: &[&str]) -> PathBuf {
     let to = lab.path(name);
     let mut cc = Command::new("cc");
     cc.args(["-O1", "-Wall", "-Wno-unused-result", "-o"]).arg(&to).arg(script(&format!("{name}.c"))).arg("-lpthread");
-    assert!(cc.status().unwrap().success());
+    assert!(cc.args(libraries).status().unwrap().success(), "{name}.c is built");
+    to
+}
+
+/// A number from the environment.
+fn from_environment(name: &str, default: u64) -> u64 {
+    std::env::var(name).map_or(default, |text| text.parse().unwrap_or_else(|error| panic!("{name}={text}: {error}")))
+}
+
+/// A peer that stores anything anywhere in the shared memory. `THRUWAY_HOSTILE_SECONDS` and `THRUWAY_HOSTILE_SEED` say how long, and what.
+#[test]
+fn a_hostile_peer_breaks_only_its_own_connection() {
+    let lab = support::Lab::new();
+    let path = build_c(&lab, "hostile", &[]);
+    let seconds = from_environment("THRUWAY_HOSTILE_SECONDS", 10).to_string();
+    let seed = from_environment("THRUWAY_HOSTILE_SEED", 1).to_string();
+    let output = finish(program(STATS, &[path.to_str().unwrap(), &seconds, &seed]));
+    let told = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(output.status.success(), "seed {seed}: {told}");
+    assert!(counters(&output)["accelerated"] > 20, "{told}");
+}
+
+/// Has a program in C run on TCP and accelerated, with the same output.
+fn compare_in_c(name: &str, options: Option<&[&str]>) -> Output {
+    let lab = support::Lab::new();
+    let to = build_c(&lab, name, &[]);
     let path = to.to_str().unwrap();
     let plain = finish(program(None, &[path]));
     let accelerated = finish(program(options, &[path]));

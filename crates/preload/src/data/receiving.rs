@@ -213,12 +213,18 @@ unsafe fn receive_accelerated(
                 continue;
             }
         }
-        if woken > 0 && !is_peek {
+        if woken > 0 {
             // SAFETY: the caller's promise.
-            let read = unsafe { reader.read_unexpected(segment, &connection, to) };
+            let read = unsafe {
+                match is_peek {
+                    true => reader.peek_unexpected(segment, &connection, to),
+                    false => reader.read_unexpected(segment, &connection, to),
+                }
+            };
             keep_error(slot, reader);
             match read {
                 Ok(0) => {}
+                Ok(len) if is_peek => return Ok(len),
                 Ok(len) => {
                     sum += len;
                     continue;
@@ -323,7 +329,10 @@ fn sleep(which: Which, flags: c_int, left: Option<Duration>) -> Result<bool, c_i
         slot.is_watched.store(true, Ordering::Relaxed);
     }
     let is_armed = match slot.receiving() {
-        Ok(Some(receiving)) => receiving.reader.arm(&receiving.segment, waker::wakes(number)).unwrap_or(false),
+        Ok(Some(mut receiving)) => {
+            let Receiving { segment, reader, .. } = &mut receiving;
+            reader.arm(segment, waker::wakes(number)).unwrap_or(false)
+        }
         _ => false,
     };
     let result = if is_armed {
@@ -400,7 +409,10 @@ pub(crate) fn disarm(slot: &Slot, number: u32) {
 /// Whether the ring has something. Without a system call.
 pub(crate) fn is_readable(slot: &Slot) -> bool {
     match slot.receiving() {
-        Ok(Some(receiving)) => receiving.reader.ring_len(&receiving.segment) != Ok(0),
+        Ok(Some(mut receiving)) => {
+            let Receiving { segment, reader, .. } = &mut receiving;
+            reader.ring_len(segment) != Ok(0)
+        }
         _ => false,
     }
 }

@@ -163,8 +163,9 @@ impl Registration {
             return 0;
         }
         // If another thread reads, that finds what there is.
-        let Some(receiving) = slot.try_receiving() else { return 0 };
-        let (segment, reader) = (&receiving.segment, &receiving.reader);
+        let Some(mut receiving) = slot.try_receiving() else { return 0 };
+        let slots::Receiving { segment, reader, .. } = &mut receiving;
+        let segment = &*segment;
         let is_edge = self.events & EDGE != 0;
         let mut readable = reader.ring_len(segment) != Ok(0);
         if is_exclusive {
@@ -213,7 +214,10 @@ impl Registration {
 /// Has whatever sleeps be woken by what comes next. False if something has come already.
 pub(super) fn arm_connection(number: u32) -> bool {
     match slots::slot(number).receiving() {
-        Ok(Some(receiving)) => receiving.reader.arm(&receiving.segment, waker::wakes(number)).unwrap_or(true),
+        Ok(Some(mut receiving)) => {
+            let slots::Receiving { segment, reader, .. } = &mut receiving;
+            reader.arm(segment, waker::wakes(number)).unwrap_or(false)
+        }
         _ => true,
     }
 }

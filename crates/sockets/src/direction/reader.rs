@@ -21,7 +21,23 @@ pub enum Found {
     Nothing,
 }
 
-/// What this end knows of the direction that it reads. All who hold the connection share it, under one lock.
+/// Reads of `opened` and the tail until both belong together: `opened` changes once between them at most, unless the peer lies.
+const READS_MAX: usize = 4;
+
+/// A run of TCP bytes, copied when this end first sees it.
+#[derive(Debug, Clone, Copy)]
+struct Begun {
+    ring: u64,
+    start: u64,
+    /// [`OPEN`] until the writer has ended the run; fixed from then on.
+    end: u64,
+}
+
+/// Private state of the end that reads. All holders of the connection share it, under one lock.
+///
+/// Each word of the peer's is copied here and checked against the copy before it: positions and counts never go back, and a run never
+/// changes once it has begun. So two calls never contradict each other, and a loop over them ends. After a word that cannot be, every
+/// call fails.
 #[derive(Debug, Clone)]
 pub struct Reader {
     direction: usize,
@@ -29,8 +45,16 @@ pub struct Reader {
     head: u64,
     /// Bytes ever taken from the TCP connection.
     position: u64,
-    /// The first run that this has not come to the end of.
+    /// The first run that this has not come to the end of, and its copy once it has begun.
     run: u32,
+    begun: Option<Begun>,
+    /// Highest number of runs and highest position of the ring that the peer has published.
+    opened: u32,
+    tail: u64,
+    /// Number of finished runs that the peer knows of.
+    done: u32,
+    /// The peer has written what cannot be.
+    is_broken: bool,
     /// Doorbells that have been discarded.
     discarded: u64,
     /// Wake-ups by the relay that have been taken back.
@@ -55,6 +79,11 @@ impl Reader {
             head: 0,
             position,
             run: 0,
+            begun: None,
+            opened: 0,
+            tail: 0,
+            done: 0,
+            is_broken: false,
             discarded: 0,
             woken: 0,
             shown: 0,
@@ -77,26 +106,81 @@ impl Reader {
         segment.wake_relay(tcp);
     }
 
-    /// Bytes that the ring has for this end now. Cheap: no system call.
+    /// Records that the peer has written what cannot be: every later call fails, too.
+    fn broken<T>(&mut self) -> Result<T, Broken> {
+        self.is_broken = true;
+        Err(Broken)
+    }
+
+    /// Number of runs that have begun, checked.
+    fn opened(&mut self, segment: &Segment) -> Result<u32, Broken> {
+        let opened = segment.control(self.direction).opened.load(Ordering::Acquire);
+        let pending = opened.wrapping_sub(self.run);
+        let is_possible = pending as usize <= RUNS && pending >= self.opened.wrapping_sub(self.run);
+        if self.is_broken || !is_possible {
+            return self.broken();
+        }
+        self.opened = opened;
+        Ok(opened)
+    }
+
+    /// The copy of the current run, if it has begun. `end` may have been reached since the last call.
+    fn current(&mut self, segment: &Segment) -> Result<Option<Begun>, Broken> {
+        if self.opened(segment)? == self.run {
+            return Ok(None);
+        }
+        let run = &segment.control(self.direction).runs[self.run as usize % RUNS];
+        let mut begun = match self.begun {
+            Some(begun) => begun,
+            None => {
+                let (ring, start) = (run.ring.load(Ordering::Relaxed), run.start.load(Ordering::Relaxed));
+                // Bytes of the ring that were published before it are before it.
+                if ring < self.head || !self.is_closed && ring < self.tail {
+                    return self.broken();
+                }
+                Begun { ring, start, end: OPEN }
+            }
+        };
+        if begun.end == OPEN {
+            begun.end = run.end.load(Ordering::Acquire);
+            if begun.end < begun.start {
+                return self.broken();
+            }
+        }
+        self.begun = Some(begun);
+        Ok(self.begun)
+    }
+
+    /// The current run is over.
+    fn next_run(&mut self) {
+        self.run = self.run.wrapping_add(1);
+        self.begun = None;
+    }
+
+    /// Tells the peer which runs are over.
+    fn publish_done(&mut self, segment: &Segment, tcp: &impl Tcp) {
+        if self.done != self.run {
+            self.done = self.run;
+            segment.control(self.direction).done.store(self.run, Ordering::Release);
+            segment.wake_relay(tcp);
+        }
+    }
+
+    /// Bytes that the ring has for this end now. Cheap: no system call. Without an error, what it has stays there until it is read.
     ///
     /// # Errors
     /// [`Broken`].
-    pub fn ring_len(&self, segment: &Segment) -> Result<usize, Broken> {
-        let control = segment.control(self.direction);
-        let mut run = self.run;
+    pub fn ring_len(&mut self, segment: &Segment) -> Result<usize, Broken> {
         // Runs whose end has been reached, which was not known to be one then, hide nothing.
         for _ in 0..RUNS {
-            let next = &control.runs[run as usize % RUNS];
-            let is_over = run != control.opened.load(Ordering::Acquire)
-                && next.ring.load(Ordering::Relaxed) == self.head
-                && next.start.load(Ordering::Relaxed) <= self.position
-                && next.end.load(Ordering::Acquire) == self.position;
-            if !is_over {
-                break;
+            match self.current(segment)? {
+                Some(run) if run.ring == self.head && run.start <= self.position && run.end == self.position => {
+                    self.next_run();
+                }
+                _ => break,
             }
-            run = run.wrapping_add(1);
         }
-        self.len_before(run, segment)
+        self.len_here(segment)
     }
 
     /// Whether what comes on the TCP connection may be more than doorbells: the peer sends by TCP, or has since the ring was looked at.
@@ -104,27 +188,32 @@ impl Reader {
         self.run != segment.control(self.direction).opened.load(Ordering::Acquire)
     }
 
-    /// Bytes that the ring has before this run.
-    fn len_before(&self, run: u32, segment: &Segment) -> Result<usize, Broken> {
-        let control = segment.control(self.direction);
-        let limit = loop {
-            let opened = control.opened.load(Ordering::Acquire);
-            if run == opened && self.comes_again {
-                return Ok(0);
-            }
-            if run != opened {
-                break control.runs[run as usize % RUNS].ring.load(Ordering::Relaxed);
-            }
-            let tail = control.tail.load(Ordering::Acquire);
-            // Bytes behind a run that has begun meanwhile come later.
-            if control.opened.load(Ordering::Acquire) == opened {
-                break tail >> POSITION;
-            }
-        };
-        match limit.checked_sub(self.head) {
-            Some(len) if len <= segment.ring_size() as u64 => Ok(len as usize),
-            _ => Err(Broken),
+    /// Bytes that the ring has before the current run.
+    fn len_here(&mut self, segment: &Segment) -> Result<usize, Broken> {
+        for _ in 0..READS_MAX {
+            let limit = match self.current(segment)? {
+                Some(run) => run.ring,
+                None if self.comes_again => return Ok(0),
+                None => {
+                    let control = segment.control(self.direction);
+                    let tail = control.tail.load(Ordering::Acquire) >> POSITION;
+                    // Bytes behind a run that has begun meanwhile come later.
+                    if control.opened.load(Ordering::Acquire) != self.run {
+                        continue;
+                    }
+                    if tail < self.tail {
+                        return self.broken();
+                    }
+                    self.tail = tail;
+                    tail
+                }
+            };
+            return match limit.checked_sub(self.head) {
+                Some(len) if len <= segment.ring_size() as u64 => Ok(len as usize),
+                _ => self.broken(),
+            };
         }
+        self.broken()
     }
 
     /// Where the next bytes are. Discards doorbells on the way.
@@ -132,28 +221,15 @@ impl Reader {
     /// # Errors
     /// [`Broken`].
     pub fn find(&mut self, segment: &Segment, tcp: &impl Tcp) -> Result<Found, Broken> {
-        let control = segment.control(self.direction);
         for _ in 0..ROUNDS_MAX {
-            let opened = control.opened.load(Ordering::Acquire);
-            let pending = opened.wrapping_sub(self.run);
-            if pending as usize > RUNS {
-                return Err(Broken);
-            }
-            let ring = self.len_before(self.run, segment)?;
+            let ring = self.len_here(segment)?;
+            self.publish_done(segment, tcp);
             if ring > 0 {
                 return Ok(Found::Ring(ring));
             }
-            if pending == 0 {
-                if control.opened.load(Ordering::Acquire) != opened {
-                    continue;
-                }
+            let Some(Begun { start, end, .. }) = self.current(segment)? else {
                 return Ok(Found::Nothing);
-            }
-            let run = &control.runs[self.run as usize % RUNS];
-            let start = run.start.load(Ordering::Relaxed);
-            if run.end.load(Ordering::Acquire) < start {
-                return Err(Broken);
-            }
+            };
             if self.position < start {
                 let bells = usize::try_from(start - self.position).unwrap_or(usize::MAX).min(self.available(tcp));
                 if bells == 0 || !self.discard(tcp, bells) {
@@ -161,29 +237,27 @@ impl Reader {
                 }
                 continue;
             }
-            let mut end = run.end.load(Ordering::Acquire);
+            let mut end = end;
             let mut available = 0;
             if end == OPEN {
                 // What is there before the run has ended belongs to it.
                 available = self.available(tcp);
-                end = run.end.load(Ordering::Acquire);
+                end = self.current(segment)?.map_or(OPEN, |run| run.end);
             } else if self.position < end {
                 available = self.available(tcp);
             }
             if end == OPEN {
                 return Ok(if available > 0 { Found::Tcp(available) } else { Found::Nothing });
             }
-            let Some(left) = end.checked_sub(self.position) else { return Err(Broken) };
+            let Some(left) = end.checked_sub(self.position) else { return self.broken() };
             if left > 0 {
                 let left = usize::try_from(left).unwrap_or(usize::MAX);
                 return Ok(if available > 0 { Found::Tcp(available.min(left)) } else { Found::Nothing });
             }
-            self.run = self.run.wrapping_add(1);
-            control.done.store(self.run, Ordering::Release);
-            segment.wake_relay(tcp);
+            self.next_run();
         }
         // A peer that begins runs as fast as they are passed, or sends doorbells without end.
-        Err(Broken)
+        self.broken()
     }
 
     fn available(&mut self, tcp: &impl Tcp) -> usize {
@@ -258,31 +332,58 @@ impl Reader {
         tcp: &impl Tcp,
         to: &mut Pieces<'_>,
     ) -> Result<usize, Broken> {
-        let control = segment.control(self.direction);
-        // From another host, TCP bytes may come before it is known here what they are.
-        if segment.is_relayed() || self.find(segment, tcp)? != Found::Nothing || to.left() == 0 {
-            return Ok(0);
-        }
-        let run = self.run;
-        let max = if self.has_run(segment) {
-            to.left()
-        } else {
-            // All but the doorbells that have been rung.
-            self.available(tcp).saturating_sub(self.bells(segment)).min(to.left())
-        };
+        let max = self.unexpected(segment, tcp)?.min(to.left());
         if max == 0 {
             return Ok(0);
         }
         let result = tcp.read(to, max);
         let Some(len) = self.or_keep(result) else { return Ok(0) };
         self.position += len as u64;
-        // The run has ended meanwhile: what lies behind it are doorbells.
-        let end = control.runs[run as usize % RUNS].end.load(Ordering::Acquire);
-        let bells = if self.has_run(segment) { self.position.saturating_sub(end) } else { 0 };
+        // A run has ended meanwhile: what lies behind it are doorbells.
+        let end = self.current(segment)?.map_or(OPEN, |run| run.end);
+        let bells = self.position.saturating_sub(end);
         self.discarded += bells;
         let len = len - (bells as usize).min(len);
         to.advance(len);
         Ok(len)
+    }
+
+    /// As [`Reader::read_unexpected`], but leaves everything there.
+    ///
+    /// # Errors
+    /// [`Broken`].
+    ///
+    /// # Safety
+    /// As [`Reader::read`].
+    pub unsafe fn peek_unexpected(
+        &mut self,
+        segment: &Segment,
+        tcp: &impl Tcp,
+        to: &mut Pieces<'_>,
+    ) -> Result<usize, Broken> {
+        let max = self.unexpected(segment, tcp)?.min(to.left());
+        if max == 0 {
+            return Ok(0);
+        }
+        let result = tcp.peek(to, max, 0);
+        let len = self.or_keep(result).unwrap_or(0);
+        to.advance(len);
+        Ok(len)
+    }
+
+    /// Bytes on the TCP connection that are neither of a run nor doorbells, within a host: from another one, bytes may come before it is
+    /// known here what they are.
+    ///
+    /// # Errors
+    /// [`Broken`].
+    pub fn unexpected(&mut self, segment: &Segment, tcp: &impl Tcp) -> Result<usize, Broken> {
+        if segment.is_relayed() || self.find(segment, tcp)? != Found::Nothing {
+            return Ok(0);
+        }
+        // Before the number of doorbells, which counts each before it is sent.
+        let available = self.available(tcp);
+        let bells = if self.has_run(segment) { 0 } else { self.bells(segment) };
+        Ok(available.saturating_sub(bells))
     }
 
     /// As [`Reader::read`], but leaves everything there.
@@ -345,10 +446,9 @@ impl Reader {
         mut visit: impl FnMut(&mut Reader, Found, usize) -> usize,
     ) -> Result<(), Broken> {
         let available = self.available(tcp) as u64;
-        let control = segment.control(self.direction);
         let mut ahead = self.clone();
         for _ in 0..2 * RUNS {
-            let ring = ahead.len_before(ahead.run, segment)?;
+            let ring = ahead.len_here(segment)?;
             if ring > 0 {
                 let taken = visit(&mut ahead, Found::Ring(ring), 0);
                 ahead.head += taken as u64;
@@ -356,13 +456,9 @@ impl Reader {
                     break;
                 }
             }
-            if ahead.run == control.opened.load(Ordering::Acquire) {
-                break;
-            }
-            let run = &control.runs[ahead.run as usize % RUNS];
             // What was there before the run has ended belongs to it.
-            let end = run.end.load(Ordering::Acquire);
-            ahead.position = ahead.position.max(run.start.load(Ordering::Relaxed));
+            let Some(Begun { start, end, .. }) = ahead.current(segment)? else { break };
+            ahead.position = ahead.position.max(start);
             let skipped = ahead.position - self.position;
             let len = available.saturating_sub(skipped).min(end.saturating_sub(ahead.position));
             if len > 0 {
@@ -371,7 +467,7 @@ impl Reader {
             if ahead.position != end {
                 break;
             }
-            ahead.run = ahead.run.wrapping_add(1);
+            ahead.next_run();
         }
         self.error = ahead.error;
         Ok(())
@@ -415,7 +511,7 @@ impl Reader {
     /// When [`Reader::find`] has found nothing: discards the doorbells that have rung, and takes back wake-ups by the relay, so that the
     /// kernel calls the connection readable only when there is something new.
     pub fn discard_doorbells(&mut self, segment: &Segment, tcp: &impl Tcp) {
-        if segment.control(self.direction).woken.load(Ordering::SeqCst) != self.woken {
+        if segment.is_relayed() && segment.control(self.direction).woken.load(Ordering::SeqCst) != self.woken {
             self.woken = self.woken.wrapping_add(tcp.quiet_waker());
         }
         if self.has_run(segment) || self.bells(segment) == 0 {
@@ -460,7 +556,7 @@ impl Reader {
     ///
     /// # Errors
     /// [`Broken`].
-    pub fn arm(&self, segment: &Segment, by: WakeBy) -> Result<bool, Broken> {
+    pub fn arm(&mut self, segment: &Segment, by: WakeBy) -> Result<bool, Broken> {
         let armed = &segment.control(self.direction).armed;
         match by {
             WakeBy::Doorbell => armed.store(by as u32, Ordering::SeqCst),

@@ -1,5 +1,5 @@
 use super::*;
-use crate::segment::{End, POSITION, RUNS, Segment, WakeBy};
+use crate::segment::{End, OPEN, POSITION, RUNS, Segment, WakeBy};
 use std::cell::Cell;
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -406,6 +406,59 @@ fn a_peer_that_lies_breaks_its_own_connection() {
     writer.leave_tcp(&segment, &tcp).unwrap_err();
 }
 
+/// Bytes that a reader has found stay there, whatever the peer writes afterwards, or every call fails from then on.
+#[test]
+fn a_peer_does_not_take_back_what_a_reader_has_found() {
+    let begin = || {
+        let (segment, fd) = Segment::create(RING).unwrap();
+        let control = segment.control(0);
+        control.runs[0].end.store(0, Ordering::SeqCst);
+        let mut reader = Reader::new(End::Taker, 0);
+        assert_eq!(reader.ring_len(&segment), Ok(0));
+        control.opened.store(1, Ordering::SeqCst);
+        control.tail.store(100 << POSITION, Ordering::SeqCst);
+        assert_eq!(reader.ring_len(&segment), Ok(100));
+        (segment, fd, reader)
+    };
+    let tcp = Fake::new(4096);
+    // Its position goes back.
+    let (segment, _fd, mut reader) = begin();
+    segment.control(0).tail.store(10 << POSITION, Ordering::SeqCst);
+    assert_eq!(reader.ring_len(&segment), Err(Broken));
+    segment.control(0).tail.store(100 << POSITION, Ordering::SeqCst);
+    assert_eq!(reader.ring_len(&segment), Err(Broken));
+    assert_eq!(reader.find(&segment, &tcp), Err(Broken));
+    // A run that has begun had begun before them.
+    let (segment, _fd, mut reader) = begin();
+    segment.control(0).runs[1].ring.store(50, Ordering::SeqCst);
+    segment.control(0).runs[1].end.store(OPEN, Ordering::SeqCst);
+    segment.control(0).opened.store(2, Ordering::SeqCst);
+    assert_eq!(reader.ring_len(&segment), Err(Broken));
+    // A run changes after it has begun: the first look counts.
+    let (segment, _fd, mut reader) = begin();
+    let run = &segment.control(0).runs[1];
+    run.ring.store(100, Ordering::SeqCst);
+    run.end.store(OPEN, Ordering::SeqCst);
+    segment.control(0).opened.store(2, Ordering::SeqCst);
+    assert_eq!(reader.ring_len(&segment), Ok(100));
+    run.ring.store(20, Ordering::SeqCst);
+    run.start.store(77, Ordering::SeqCst);
+    assert_eq!(reader.find(&segment, &tcp), Ok(Found::Ring(100)));
+    // Runs are un-begun.
+    segment.control(0).opened.store(1, Ordering::SeqCst);
+    assert_eq!(reader.find(&segment, &tcp), Err(Broken));
+}
+
+/// Words that only a relay uses mean nothing within a host.
+#[test]
+fn a_peer_on_this_host_does_not_cut_a_way_to_another_one() {
+    let (segment, fd) = Segment::create(RING).unwrap();
+    segment.set_over(crate::Over::Lost);
+    let other = Segment::adopt(&fd).unwrap();
+    assert_eq!(other.over(), crate::Over::No);
+    assert_eq!(other.as_relayed().over(), crate::Over::Lost);
+}
+
 /// A reader finds nothing or that the peer has broken the ring, soon, and no call goes on for as long as the peer wants.
 #[test]
 fn a_peer_does_not_hold_a_reader_up() {
@@ -418,7 +471,7 @@ fn a_peer_does_not_hold_a_reader_up() {
     }
     control.tail.store(10 << POSITION, Ordering::SeqCst);
     control.opened.store(1, Ordering::SeqCst);
-    assert_eq!(reader.ring_len(&segment), Ok(0));
+    assert_eq!(reader.ring_len(&segment), Err(Broken));
     assert_eq!(reader.find(&segment, &tcp), Err(Broken));
 
     // Doorbells without end, on the way to a run that never comes.
