@@ -40,7 +40,7 @@ cargo xtask TASK
 ";
 
 /// Debian packages that the build and the tests use.
-const PACKAGES: [&str; 19] = [
+const PACKAGES: [&str; 20] = [
     "attr",
     "btrfs-progs",
     "fio",
@@ -49,6 +49,7 @@ const PACKAGES: [&str; 19] = [
     "libnbd-bin",
     "libnfs-utils",
     "libpython3.11-testsuite",
+    "liburing-dev",
     "openssl",
     "pkgconf",
     "procps",
@@ -200,11 +201,14 @@ const PROGRAMS: [(&str, &str); 15] = [
 /// Real programs by `thruway run`, all or some.
 fn programs(names: &[&str]) -> Result<(), String> {
     install(PROGRAMS.into_iter().filter(|(command, _)| !has(command)).map(|(_, package)| package))?;
-    install(["netpipe-tcp", "python3-venv", "qperf", "redis-server"].into_iter())?;
-    let redis_py = redis_py()?;
+    install(
+        ["g++", "libboost1.81-dev", "liburing-dev", "netpipe-tcp", "npm", "python3-venv", "qperf", "redis-server"]
+            .into_iter(),
+    )?;
+    let (redis_py, node) = (redis_py()?, node()?);
     run("release program", "cargo", &["build", "--release", "--quiet", "-p", "thruway", "-p", "thruway-preload"])?;
     let script = ["crates/thruway/tests/sockets/programs.py", "target/release/thruway"];
-    run_with("programs", "python3", &[&script[..], names].concat(), &[("REDIS_PY", &redis_py)])
+    run_with("programs", "python3", &[&script[..], names].concat(), &[("REDIS_PY", &redis_py), ("NODE", &node)])
 }
 
 /// redis-py's source, which has its tests, and what they need. Returns where.
@@ -217,6 +221,23 @@ fn redis_py() -> Result<String, String> {
              && cd {to} && v/bin/pip -q download --no-binary :all: --no-deps redis==5.0.8 && tar xzf redis-5.0.8.tar.gz && mv redis-5.0.8 source"
         );
         run("redis-py", "bash", &["-ec", &script])?;
+    }
+    Ok(to)
+}
+
+/// Versions of Node.js: one that registers sockets with epoll by io_uring, and one that does not. Returns where each has its directory.
+fn node() -> Result<String, String> {
+    let home = top().join("target/tools/node");
+    let to = home.to_str().ok_or("the checkout's path is not UTF-8")?.to_owned();
+    for version in ["20", "24.9"] {
+        if !home.join(version).join("node_modules/node/bin/node").exists() {
+            let prefix = format!("{to}/{version}");
+            run(
+                "node",
+                "npm",
+                &["install", "--silent", "--foreground-scripts", "--prefix", &prefix, &format!("node@{version}")],
+            )?;
+        }
     }
     Ok(to)
 }

@@ -8,6 +8,7 @@
 
 mod descriptors;
 mod processes;
+mod raw;
 mod receiving;
 mod rights;
 mod sending;

@@ -22,6 +22,7 @@ mod slots;
 mod spares;
 mod switch;
 mod tcp;
+mod uring;
 mod wait;
 mod waker;
 

@@ -1,6 +1,6 @@
 //! The functions that the hooks stand before: those of the C library, or of another library that was loaded before the program.
 
-use libc::{c_char, c_int, c_uint, c_ulong, c_void, size_t, socklen_t, ssize_t};
+use libc::{c_char, c_int, c_long, c_uint, c_ulong, c_void, size_t, socklen_t, ssize_t};
 use std::ffi::CStr;
 use std::sync::atomic::{AtomicPtr, Ordering};
 
@@ -17,6 +17,23 @@ fn resolve(place: &AtomicPtr<c_void>, name: &CStr) -> *mut c_void {
     }
     place.store(found, Ordering::Relaxed);
     found
+}
+
+/// Finds a function of liburing, also where that was loaded for one library alone, whose functions the linker does not tell others of.
+pub(crate) fn in_liburing(name: &CStr) -> Option<*mut c_void> {
+    // SAFETY: a name that ends with a zero.
+    let found = unsafe { libc::dlsym(libc::RTLD_NEXT, name.as_ptr()) };
+    if !found.is_null() {
+        return Some(found);
+    }
+    [c"liburing.so.2", c"liburing.so.1"].into_iter().find_map(|library| {
+        // SAFETY: names that end with a zero; the library stays loaded by those that have loaded it.
+        let found = unsafe {
+            let library = libc::dlopen(library.as_ptr(), libc::RTLD_LAZY | libc::RTLD_NOLOAD);
+            if library.is_null() { library } else { libc::dlsym(library, name.as_ptr()) }
+        };
+        (!found.is_null()).then_some(found)
+    })
 }
 
 macro_rules! real {
@@ -45,6 +62,7 @@ macro_rules! real {
 }
 
 real! {
+    syscall(number: c_long, a: c_long, b: c_long, c: c_long, d: c_long, e: c_long, f: c_long) -> c_long;
     read(fd: c_int, buf: *mut c_void, len: size_t) -> ssize_t;
     write(fd: c_int, buf: *const c_void, len: size_t) -> ssize_t;
     readv(fd: c_int, list: *const libc::iovec, count: c_int) -> ssize_t;

@@ -55,6 +55,7 @@ pub(crate) enum Reason {
     Rule,
     Shared,
     Unsupported,
+    Uring,
     Memory,
     Ended,
     Failed,
@@ -77,6 +78,9 @@ impl Reason {
             Reason::Rule => "TCP: a rule says so",
             Reason::Shared => "TCP: other processes hold the descriptor, or may",
             Reason::Unsupported => "TCP: an option or use that only the kernel's TCP has",
+            Reason::Uring => {
+                "TCP: the program uses io_uring, by which the kernel uses sockets without calls of the C library"
+            }
             Reason::Memory => "TCP: no memory for rings within the limit",
             Reason::Ended => "TCP: one end was shut down before it could be accelerated",
             Reason::Failed => "TCP: acceleration has failed",
@@ -93,6 +97,7 @@ impl Reason {
             Reason::Rule => &counters.by_rule,
             Reason::Shared => &counters.shared_descriptor,
             Reason::Unsupported => &counters.unsupported_use,
+            Reason::Uring => &counters.io_uring,
             Reason::Memory => &counters.no_memory,
             Reason::Ended => &counters.short,
             Reason::Failed => &counters.failed,

@@ -9,7 +9,7 @@
 //!
 //! **Pairs of words**, of which each side writes its own before it reads the other's, so that one of the two sees the other: `phase` and
 //! `plain_receives` or `plain_sends` (a plain call and a switch); `sleepers` and what a thread that drains a ring looks at; the ring's
-//! tail and `armed` (a writer and a reader that is about to sleep); `deaf_sleepers` and `armed`; `phase` and `FORKING` (a switch to a
+//! tail and `armed` (a writer and a reader that is about to sleep); `phase` and that the process uses io_uring; `deaf_sleepers` and `armed`; `phase` and `FORKING` (a switch to a
 //! relay and a fork).
 
 use crate::lock::{Guard, Lock, Reentered};
@@ -110,7 +110,7 @@ pub(crate) struct Slot {
     pub(crate) service: AtomicU16,
     /// A call that receives has been seen, so the program receives by calls that are seen.
     pub(crate) receives: AtomicBool,
-    /// What the program waits with has been seen.
+    /// A call that waits for it has been seen.
     pub(crate) is_watched: AtomicBool,
     /// What cannot be seen may hold the connection.
     pub(crate) is_foreign: AtomicBool,
@@ -647,6 +647,15 @@ impl Slot {
     pub(crate) fn segment(&self, _guard: &Guard<'_>) -> Option<Segment> {
         // SAFETY: see above.
         unsafe { *self.segment.get() }
+    }
+
+    /// Both directions of an accelerated connection. All three guards are held.
+    #[allow(clippy::mut_from_ref, reason = "the guards are what makes it exclusive")]
+    pub(crate) fn ends<'a>(&'a self, _guards: [&'a Guard<'_>; 3]) -> Option<(Segment, &'a mut Writer, &'a mut Reader)> {
+        // SAFETY: under all locks.
+        let (segment, writer, reader) =
+            unsafe { (*self.segment.get(), &mut *self.writer.get(), &mut *self.reader.get()) };
+        if self.is_accelerated() { Some((segment?, writer.as_mut()?, reader.as_mut()?)) } else { None }
     }
 
     /// Sets both directions. All three guards are held.

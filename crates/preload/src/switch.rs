@@ -12,7 +12,7 @@ use crate::peers::Sender;
 use crate::report::{Reason, count, counters, stays, tell};
 use crate::slots::{self, Last, Slot, Upgrade, phase};
 use crate::tcp::Connection;
-use crate::{SETTINGS, experience, peers, relay, report, room, spares, waker};
+use crate::{SETTINGS, experience, peers, relay, report, room, spares, uring, waker};
 use rustix::fd::{AsFd, OwnedFd};
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
@@ -188,6 +188,9 @@ fn begin(number: u32, slot: &'static Slot, guard: &Guard<'_>, fd: i32, calls: u3
     }
     if mode == Mode::Tcp {
         return never(slot, fd, Reason::Rule, &"");
+    }
+    if uring::finds_one() {
+        return never(slot, fd, Reason::Uring, &"");
     }
     if !Connection::new(fd).is_established() {
         return never(slot, fd, Reason::Ended, &"");
@@ -656,6 +659,9 @@ fn switch(number: u32, slot: &'static Slot, guard: &Guard<'_>, fd: i32) {
     if segment.is_relayed() && slot.shut.load(Ordering::SeqCst) != 0 {
         return give_up(Reason::Ended, &"");
     }
+    if uring::finds_one() {
+        return give_up(Reason::Uring, &"");
+    }
     // Neither would be for long; the first is the rule while a thread waits for what comes.
     if slot.plain_receives.load(Ordering::SeqCst) > 0 || segment.is_relayed() && FORKING.load(Ordering::SeqCst) > 0 {
         return;
@@ -670,7 +676,7 @@ fn switch(number: u32, slot: &'static Slot, guard: &Guard<'_>, fd: i32) {
     slot.phase.store(phase::ACCELERATED, Ordering::SeqCst);
     // A child would have a connection that the relay knows another process by. A thread that forks sees the phase, or this sees it.
     let is_forking = segment.is_relayed() && FORKING.load(Ordering::SeqCst) > 0;
-    if is_forking || slot.plain_receives.load(Ordering::SeqCst) > 0 {
+    if is_forking || uring::is_used() || slot.plain_receives.load(Ordering::SeqCst) > 0 {
         slot.phase.store(phase::OFFERED, Ordering::SeqCst);
         return;
     }
@@ -727,6 +733,30 @@ fn decline(slot: &Slot, guard: &Guard<'_>) {
         let request = Request { key: key.to_bytes(), is_higher: upgrade.is_higher, service: None };
         let _ = relay::ask(settings.relay, request, &[]);
     }
+}
+
+/// Ends the acceleration of a connection that has gone back to TCP, if nothing of it comes by the ring any more: calls are the kernel's
+/// alone from here on. False if that is not so yet, or other processes have it, too.
+pub(crate) fn retire(number: u32, fd: i32) -> bool {
+    let slot = slots::slot(number);
+    let Ok(guard) = slot.upgrading.lock() else { return false };
+    let (Ok(receiving), Ok(sending)) = (slot.receiving.lock(), slot.sending.lock()) else { return false };
+    let guards = [&guard, &receiving, &sending];
+    let Some((segment, writer, reader)) = slot.ends(guards) else { return false };
+    let connection = Connection::new(fd);
+    let is_plain = writer.is_plain() && reader.is_plain(&segment, &connection) == Ok(true);
+    crate::data::keep_error(slot, reader);
+    if !is_plain || slot.error.load(Ordering::Relaxed) != 0 || !slot.is_only_ours(number) {
+        return false;
+    }
+    // The peer asks the kernel what becomes of this end.
+    writer.set_ended(&segment, &connection);
+    slot.phase.store(phase::NEVER, Ordering::SeqCst);
+    slot.set_ends(guards, None);
+    if let Some(segment) = slot.set_segment(&guard, None) {
+        drop_unused(segment);
+    }
+    true
 }
 
 /// Threads that fork.

@@ -7,6 +7,7 @@ use crate::report::{count, counters};
 use crate::slots::{self, Slot};
 use crate::{data, epoll, real, relay, relayed, report, room, waker};
 use libc::{c_int, pollfd, timespec};
+use std::cell::Cell;
 use std::sync::atomic::{AtomicI32, AtomicU8, Ordering};
 use std::time::{Duration, Instant};
 
@@ -49,12 +50,17 @@ pub(crate) fn recent_luck() -> i32 {
 
 /// Looks again and again for some microseconds, if that has paid lately; not beyond the limit. True if `is_ready` then.
 pub(crate) fn spin(slot: &Slot, limit: Limit, is_ready: impl Fn() -> bool) -> bool {
-    let has_come = spin_with(&slot.luck, limit, is_ready);
+    spin_for(slot, limit, is_ready, || ())
+}
+
+/// As [`spin`], with `begin` just before.
+fn spin_for(slot: &Slot, limit: Limit, is_ready: impl Fn() -> bool, begin: impl FnOnce()) -> bool {
+    let has_come = spin_with(&slot.luck, limit, is_ready, begin);
     RECENT.store(slot.luck.load(Ordering::Relaxed), Ordering::Relaxed);
     has_come
 }
 
-pub(crate) fn spin_with(luck: &AtomicI32, limit: Limit, is_ready: impl Fn() -> bool) -> bool {
+pub(crate) fn spin_with(luck: &AtomicI32, limit: Limit, is_ready: impl Fn() -> bool, begin: impl FnOnce()) -> bool {
     let time = data::spin_time();
     if time.is_zero() || !may_spin() {
         return false;
@@ -67,6 +73,7 @@ pub(crate) fn spin_with(luck: &AtomicI32, limit: Limit, is_ready: impl Fn() -> b
     }
     // A peer that sleeps itself has to be woken first. Once both look, neither sleeps.
     let time = if lucky <= PROBE { 4 * time } else { time };
+    begin();
     let begin = Instant::now();
     let time = limit.end.map_or(time, |end| time.min(end.saturating_duration_since(begin)));
     loop {
@@ -106,24 +113,34 @@ pub(crate) fn spin_for_room(is_impatient: bool, has_room: impl Fn() -> bool) -> 
     }
 }
 
-/// Whether what the program waits with is known, and nothing of it sleeps: then whatever comes is found at the next look, and needs no
-/// doorbell.
-pub(crate) fn looks_by_itself(slot: &Slot, number: u32) -> bool {
-    if !slot.is_watched.load(Ordering::Relaxed)
-        || slot.sleepers.load(Ordering::SeqCst) > 0
-        || !slot.is_only_ours(number)
-    {
-        return false;
-    }
-    let local = slots::local(number);
-    match local.registrations.load(Ordering::Relaxed) {
-        0 => true,
-        1 => epoll::looks_by_itself(local.instance.load(Ordering::Relaxed)),
-        _ => false,
-    }
+/// Whether no other thread or process sleeps until the peer rings.
+fn has_no_sleeper(slot: &Slot, number: u32) -> bool {
+    let is_asynchronous = slot.is_asynchronous.load(Ordering::Relaxed);
+    slot.sleepers.load(Ordering::SeqCst) == 0 && !is_asynchronous && slot.is_only_ours(number)
 }
 
-/// Everything has been read of a connection that is looked at by itself.
+/// Whether the peer need not ring while a call of this thread busy-polls a connection. Between calls a doorbell is due, but for
+/// [`is_looked_at`].
+pub(crate) fn may_go_without(slot: &Slot, number: u32) -> bool {
+    let local = slots::local(number);
+    has_no_sleeper(slot, number)
+        && match local.registrations.load(Ordering::Relaxed) {
+            0 => true,
+            1 => epoll::has_no_sleeper(local.instance.load(Ordering::Relaxed)),
+            _ => false,
+        }
+}
+
+/// Whether the peer need not ring between calls either: the program has registered the connection with one epoll instance, so it is looked
+/// at there before a thread sleeps. How a program waits for a connection that it has registered nowhere is not known.
+pub(crate) fn is_looked_at(slot: &Slot, number: u32) -> bool {
+    let local = slots::local(number);
+    has_no_sleeper(slot, number)
+        && local.registrations.load(Ordering::Relaxed) == 1
+        && epoll::has_no_sleeper(local.instance.load(Ordering::Relaxed))
+}
+
+/// Everything has been read of a connection, or the doorbell was not asked for meanwhile.
 pub(crate) fn note_drained(number: u32) {
     let local = slots::local(number);
     if local.registrations.load(Ordering::Relaxed) == 1 {
@@ -177,9 +194,8 @@ impl Watched {
             Watched::Connection(number) => {
                 let slot = slots::slot(number);
                 if slot.sleepers.fetch_sub(1, Ordering::SeqCst) == 1 {
-                    data::disarm(slot, number);
                     // An epoll instance that has left it to a doorbell looks at it again.
-                    note_drained(number);
+                    data::disarm_if_looked_at(slot, number);
                 }
             }
             Watched::Epoll(number) => epoll::disarm(number),
@@ -318,10 +334,15 @@ pub(crate) unsafe fn poll(list: *mut pollfd, count: libc::nfds_t, limit: Limit, 
             _ => None,
         });
         let first = (one.next(), one.next());
-        if let (false, (Some(number), None)) = (is_over, first)
-            && spin(slots::slot(number), limit, || any(polled))
-        {
-            continue;
+        if let (false, (Some(number), None)) = (is_over, first) {
+            let (slot, is_quiet) = (slots::slot(number), Cell::new(false));
+            let has_come = spin_for(slot, limit, || any(polled), || is_quiet.set(data::disarm(slot, number)));
+            if is_quiet.get() {
+                data::rearm(slot, number);
+            }
+            if has_come {
+                continue;
+            }
         }
         let asleep = Asleep::begin(polled, wants);
         report::count(&counters().sleeps, usize::from(!is_over));

@@ -79,6 +79,8 @@ counters! {
     woken,
     /// Lines that `--explain` has no place for.
     unexplained,
+    /// Ends whose program uses io_uring.
+    io_uring,
 }
 
 /// Most bytes of the file that the library writes for `--explain`.

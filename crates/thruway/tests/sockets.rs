@@ -597,6 +597,35 @@ fn from_environment(name: &str, default: u64) -> u64 {
     std::env::var(name).map_or(default, |text| text.parse().unwrap_or_else(|error| panic!("{name}={text}: {error}")))
 }
 
+/// Waits and receives by the C library's `syscall` are answered as its functions would.
+#[test]
+fn programs_that_make_system_calls_by_number_wait_as_on_tcp() {
+    let lab = support::Lab::new();
+    let path = build_c(&lab, "rings", &["-luring"]);
+    let counted = counters(&compare(STATS, &[path.to_str().unwrap(), "raw"]));
+    assert!(counted["accelerated"] > 0 && counted["demoted"] == 0, "{counted:?}");
+}
+
+/// Connections of a process that uses io_uring stay with TCP, or go back to it without loss when it makes a ring.
+#[test]
+fn programs_that_use_io_uring_wait_and_receive_as_on_tcp() {
+    let lab = support::Lab::new();
+    let path = build_c(&lab, "rings", &["-luring"]);
+    let early = counters(&compare(STATS, &[path.to_str().unwrap(), "early"]));
+    assert!(early["accelerated"] == 0 && early["io_uring"] == 6, "{early:?}");
+    let late = counters(&compare(STATS, &[path.to_str().unwrap(), "late"]));
+    assert!(late["accelerated"] > 0 && late["io_uring"] == 6, "{late:?}");
+}
+
+/// A ring that is made by system call instructions of the program's own is known by its descriptor.
+#[test]
+fn programs_with_liburing_built_in_wait_and_receive_as_on_tcp() {
+    let lab = support::Lab::new();
+    let path = build_c(&lab, "rings", &["-l:liburing.a"]);
+    let counted = counters(&compare(STATS, &[path.to_str().unwrap(), "early"]));
+    assert!(counted["accelerated"] == 0 && counted["io_uring"] == 6, "{counted:?}");
+}
+
 /// A peer that stores anything anywhere in the shared memory. `THRUWAY_HOSTILE_SECONDS` and `THRUWAY_HOSTILE_SEED` say how long, and what.
 #[test]
 fn a_hostile_peer_breaks_only_its_own_connection() {
@@ -613,10 +642,13 @@ fn a_hostile_peer_breaks_only_its_own_connection() {
 /// Has a program in C run on TCP and accelerated, with the same output.
 fn compare_in_c(name: &str, options: Option<&[&str]>) -> Output {
     let lab = support::Lab::new();
-    let to = build_c(&lab, name, &[]);
-    let path = to.to_str().unwrap();
-    let plain = finish(program(None, &[path]));
-    let accelerated = finish(program(options, &[path]));
+    compare(options, &[build_c(&lab, name, &[]).to_str().unwrap()])
+}
+
+/// Has a program run on TCP and accelerated, with the same output.
+fn compare(options: Option<&[&str]>, args: &[&str]) -> Output {
+    let plain = finish(program(None, args));
+    let accelerated = finish(program(options, args));
     let said = |output: &Output| String::from_utf8_lossy(&output.stdout).lines().map(str::to_owned).collect::<Vec<_>>();
     assert!(plain.status.success() && accelerated.status.success(), "{:?}", said(&accelerated));
     // What has been counted comes last.

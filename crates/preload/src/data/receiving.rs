@@ -132,6 +132,11 @@ unsafe fn receive_accelerated(
     // More of a connection that goes by TCP cannot be seen at a time.
     let peeks_all = is_peek && waits_for_all && flags & libc::MSG_DONTWAIT == 0 && to.left() <= PEEK_MAX;
     let (all, mut more) = (*to, None);
+    // This call busy-polls before it sleeps, and needs no doorbell until then.
+    let busy_polls = flags & libc::MSG_DONTWAIT == 0;
+    let mut is_quiet = false;
+    // Whether this call has tried to give an accelerated connection up that goes by TCP, since it slept.
+    let mut has_tried = false;
     loop {
         let before = to.left();
         let receiving = slot.receiving()?;
@@ -144,7 +149,25 @@ unsafe fn receive_accelerated(
         if !slot.receives.swap(true, Ordering::Relaxed) {
             receiving.reader.set_ready(&receiving.segment, &connection);
         }
+        if receiving.reader.is_closed() && sum == 0 && !has_tried {
+            has_tried = true;
+            drop(receiving);
+            if switch::retire(number, fd) {
+                return Err(NOT_ACCELERATED);
+            }
+            continue;
+        }
         let Receiving { segment, reader, .. } = &mut receiving;
+        let is_first = woken == 0 && sum == 0;
+        if busy_polls
+            && is_first
+            && !is_quiet
+            && reader.ring_len(segment) == Ok(0)
+            && wait::may_go_without(slot, number)
+        {
+            reader.disarm(segment);
+            is_quiet = true;
+        }
         // SAFETY: the caller's promise.
         let read = unsafe {
             if is_peek { reader.peek(segment, &connection, to) } else { reader.read(segment, &connection, to) }
@@ -168,15 +191,22 @@ unsafe fn receive_accelerated(
         if is_done {
             count(&counters().ring_receives, 1);
             switch::after_ring_call(slot);
-            // What does not look by itself keeps the doorbell until a call has found nothing: something may come just now.
-            if !is_peek && wait::looks_by_itself(slot, number) && reader.ring_len(segment) == Ok(0) {
-                let _ = quiesce(slot, number, &connection, segment, reader);
+            // The doorbell that has rung stays until a call has found nothing, unless the connection is looked at: something may come
+            // just now.
+            let is_looked_at = wait::is_looked_at(slot, number) && reader.ring_len(segment) == Ok(0);
+            let is_empty = match is_looked_at {
+                true => quiesce(slot, number, &connection, segment, reader, true).unwrap_or(true),
+                false => reader.arm(segment, waker::wakes(number)) != Ok(false),
+            };
+            if is_empty || is_quiet {
                 drop(receiving);
                 wait::note_drained(number);
             }
             return Ok(sum);
         }
-        let is_drained = match quiesce(slot, number, &connection, segment, reader) {
+        // A call that busy-polls next asks for a doorbell before it sleeps.
+        let arms = !(busy_polls && woken == 0 && sum == 0);
+        let is_drained = match quiesce(slot, number, &connection, segment, reader, arms) {
             Ok(is_drained) => is_drained,
             Err(error) => {
                 drop(receiving);
@@ -195,6 +225,7 @@ unsafe fn receive_accelerated(
         }
         let pending = slot.error.load(Ordering::Relaxed);
         if pending != 0 {
+            let _ = reader.arm(segment, waker::wakes(number));
             if sum == 0 {
                 slot.error.store(0, Ordering::Relaxed);
                 return Err(pending);
@@ -244,7 +275,7 @@ unsafe fn receive_accelerated(
         }
         honour_closed_ring(slot, fd);
         wait::note_drained(number);
-        if flags & libc::MSG_DONTWAIT == 0 && wait::spin(slot, wait::Limit::within(None), || is_readable(slot)) {
+        if busy_polls && wait::spin(slot, wait::Limit::within(None), || is_readable(slot)) {
             continue;
         }
         // A limit is one of the call, which may sleep more than once. The first sleep is the kernel's to end.
@@ -252,7 +283,10 @@ unsafe fn receive_accelerated(
         began.get_or_insert_with(Instant::now);
         let left = left.and_then(|began| Some(connection.receive_limit()?.saturating_sub(began.elapsed())));
         match sleep(which, flags, left) {
-            Ok(true) => woken += 1,
+            Ok(true) => {
+                woken += 1;
+                has_tried = false;
+            }
             Ok(false) if is_lost(slot) => {}
             Ok(false) if !is_all_here(slot, fd) => catch_up(slot, fd, true)?,
             Ok(false) if reclaims(slot) => {}
@@ -358,13 +392,8 @@ fn sleep(which: Which, flags: c_int, left: Option<Duration>) -> Result<bool, c_i
     };
     slot.deaf_sleepers.fetch_sub(deaf, Ordering::SeqCst);
     let was_last = slot.sleepers.fetch_sub(1, Ordering::SeqCst) == 1;
-    // A call that does not wait says nothing of what the program waits with; that may need the doorbell.
-    if result != Err(libc::EAGAIN) {
-        slot.is_watched.store(true, Ordering::Relaxed);
-        if was_last {
-            disarm(slot, number);
-            wait::note_drained(number);
-        }
+    if result != Err(libc::EAGAIN) && was_last {
+        disarm_if_looked_at(slot, number);
     }
     result
 }
@@ -397,12 +426,35 @@ fn has_lost(slot: &Slot) -> bool {
     unread > 0 && was_killed(slot) && !slot.has_told_reset.swap(true, Ordering::Relaxed)
 }
 
-/// Asks for no doorbell, because this end looks by itself.
-pub(crate) fn disarm(slot: &Slot, number: u32) {
+/// Asks for no doorbell, before a call of this thread busy-polls. True if the call has to [ask for one](rearm) before it returns.
+pub(crate) fn disarm(slot: &Slot, number: u32) -> bool {
+    match slot.try_receiving() {
+        Some(receiving) if wait::may_go_without(slot, number) => {
+            receiving.reader.disarm(&receiving.segment);
+            true
+        }
+        _ => false,
+    }
+}
+
+/// After a sleep: asks for no doorbell of a connection that is looked at.
+pub(crate) fn disarm_if_looked_at(slot: &Slot, number: u32) {
     if let Some(receiving) = slot.try_receiving()
-        && wait::looks_by_itself(slot, number)
+        && wait::is_looked_at(slot, number)
     {
         receiving.reader.disarm(&receiving.segment);
+    }
+    wait::note_drained(number);
+}
+
+/// Asks for a doorbell with what comes next. False if there is something already.
+pub(crate) fn rearm(slot: &Slot, number: u32) -> bool {
+    match slot.receiving() {
+        Ok(Some(mut receiving)) => {
+            let Receiving { segment, reader, .. } = &mut receiving;
+            reader.arm(segment, waker::wakes(number)).unwrap_or(false)
+        }
+        _ => true,
     }
 }
 
@@ -417,7 +469,7 @@ pub(crate) fn is_readable(slot: &Slot) -> bool {
     }
 }
 
-/// When all has been read: discards doorbells, and asks for one with what comes next unless the program will look by itself. False if
+/// When all has been read: discards doorbells, and asks for one with what comes next (`arms`), unless the connection is looked at. False if
 /// something has come meanwhile.
 fn quiesce(
     slot: &Slot,
@@ -425,13 +477,17 @@ fn quiesce(
     connection: &Connection,
     segment: &Segment,
     reader: &mut Reader,
+    arms: bool,
 ) -> io::Result<bool> {
     reader.discard_doorbells(segment, connection);
     keep_error(slot, reader);
-    if wait::looks_by_itself(slot, number) {
+    if !arms {
+        return Ok(reader.ring_len(segment)? == 0);
+    }
+    if wait::is_looked_at(slot, number) {
         reader.disarm(segment);
         fence(Ordering::SeqCst);
-        if wait::looks_by_itself(slot, number) {
+        if wait::is_looked_at(slot, number) {
             // Something that comes now is seen at the next look.
             return Ok(reader.ring_len(segment)? == 0);
         }

@@ -362,7 +362,7 @@ pub(crate) fn control(number: u32, ep: c_int, operation: c_int, fd: c_int, event
         if room::is_wanted(connection) && !instance.is_foreign.load(Ordering::Relaxed) {
             one.mute(ep);
         }
-        let rings = one.events & SPECIAL != 0 || !looks_by_itself(number);
+        let rings = one.events & SPECIAL != 0 || !has_no_sleeper(number);
         let mut must_ring = rings && !arm_connection(connection) && one.events & READABLE != 0;
         one.is_owed = must_ring && one.events & SPECIAL != 0;
         if one.is_owed && one.events & ONE_SHOT != 0 {
@@ -439,8 +439,8 @@ impl Instance {
     }
 }
 
-/// Whether some thread will look at a connection registered here before it sleeps.
-pub(crate) fn looks_by_itself(number: u32) -> bool {
+/// Whether no thread sleeps on the instance, and none that is not seen can.
+pub(crate) fn has_no_sleeper(number: u32) -> bool {
     instance(number).is_some_and(|one| {
         let is_waited_for_elsewhere = one.is_foreign.load(Ordering::Relaxed) || one.is_nested.load(Ordering::Relaxed);
         !is_waited_for_elsewhere && one.sleepers.load(Ordering::SeqCst) == 0
@@ -456,7 +456,7 @@ pub(crate) fn note_drained(number: u32, connection: u32) {
     if let Some(at) = at {
         state.heat(at as u32);
         // A thread that has gone to sleep meanwhile has not seen it among those to look at.
-        if !looks_by_itself(number) && !arm_connection(connection) {
+        if !has_no_sleeper(number) && !arm_connection(connection) {
             let fd = instance.ep.load(Ordering::Relaxed);
             drop(guard);
             instance.ring(fd);
@@ -513,7 +513,7 @@ pub(crate) fn disarm(number: u32) {
     for at in &state.hot {
         let one = &state.registrations[*at as usize];
         let slot = slots::slot(one.number);
-        if one.fd >= 0 && one.events & SPECIAL == 0 && wait::looks_by_itself(slot, one.number) {
+        if one.fd >= 0 && one.events & SPECIAL == 0 && wait::is_looked_at(slot, one.number) {
             data::disarm(slot, one.number);
         }
     }
@@ -604,7 +604,7 @@ pub(crate) unsafe fn wait(
         }
         if has_hot && !limit.is_over() {
             let is_ready = || instance.lock.lock().is_ok_and(|mut guard| instance.state(&mut guard).is_readable());
-            if wait::spin_with(&instance.luck, limit, is_ready) {
+            if wait::spin_with(&instance.luck, limit, is_ready, || ()) {
                 continue;
             }
         }

@@ -2,7 +2,7 @@
 
 use crate::slots::{self, Slot};
 use crate::tcp::Connection;
-use crate::{data, real, room, wait, waker};
+use crate::{data, real, room, wait};
 use libc::{c_int, epoll_event};
 use std::sync::atomic::Ordering;
 
@@ -213,11 +213,5 @@ impl Registration {
 
 /// Has whatever sleeps be woken by what comes next. False if something has come already.
 pub(super) fn arm_connection(number: u32) -> bool {
-    match slots::slot(number).receiving() {
-        Ok(Some(mut receiving)) => {
-            let slots::Receiving { segment, reader, .. } = &mut receiving;
-            reader.arm(segment, waker::wakes(number)).unwrap_or(false)
-        }
-        _ => true,
-    }
+    data::rearm(slots::slot(number), number)
 }

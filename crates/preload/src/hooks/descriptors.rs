@@ -8,6 +8,12 @@ use crate::{data, process, real};
 use libc::{c_int, c_uint, c_ulong, c_void, socklen_t};
 use std::sync::atomic::Ordering;
 
+/// Options of Linux that put control messages beside what is received, of which the C library's crate has no names.
+const TCP_INQ: c_int = 36;
+const SO_TIMESTAMP_NEW: c_int = 63;
+const SO_TIMESTAMPNS_NEW: c_int = 64;
+const SO_TIMESTAMPING_NEW: c_int = 65;
+
 /// The bits of a socket's type that say its kind.
 const KIND: c_int = 0xf;
 
@@ -272,9 +278,16 @@ pub(crate) unsafe extern "C" fn setsockopt(
                 | libc::SO_ATTACH_BPF
                 | libc::SO_ZEROCOPY
                 | libc::SO_PEEK_OFF
-                | libc::SO_TIMESTAMPING,
+                | libc::SO_TIMESTAMP
+                | libc::SO_TIMESTAMPNS
+                | libc::SO_TIMESTAMPING
+                | SO_TIMESTAMP_NEW
+                | SO_TIMESTAMPNS_NEW
+                | SO_TIMESTAMPING_NEW,
             )
-            | (libc::IPPROTO_TCP, libc::TCP_ULP | libc::TCP_REPAIR | libc::TCP_MD5SIG) => keep_plain(number, fd),
+            | (libc::IPPROTO_TCP, TCP_INQ | libc::TCP_ULP | libc::TCP_REPAIR | libc::TCP_MD5SIG) => {
+                keep_plain(number, fd)
+            }
             _ => {}
         }
     }

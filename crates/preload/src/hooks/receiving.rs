@@ -6,6 +6,7 @@ use crate::slots;
 use crate::wait::Limit;
 use crate::{data, real};
 use libc::{c_int, c_uint, c_void, iovec, mmsghdr, msghdr, off64_t, size_t, socklen_t, ssize_t, timespec};
+use std::cell::Cell;
 
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn read(fd: c_int, buf: *mut c_void, len: size_t) -> ssize_t {
@@ -28,11 +29,14 @@ pub(crate) unsafe extern "C" fn recvfrom(
     addr: *mut c_void,
     addr_len: *mut socklen_t,
 ) -> ssize_t {
-    let plain = || unsafe { real::recvfrom(fd, buf, len, flags, addr, addr_len) };
+    let is_kernels = Cell::new(false);
+    let plain = || {
+        is_kernels.set(true);
+        unsafe { real::recvfrom(fd, buf, len, flags, addr, addr_len) }
+    };
     let Some(number) = slots::find(fd) else { return plain() };
-    let is_accelerated = slots::slot(number).is_accelerated();
     let result = unsafe { data::receive(number, fd, &[piece(buf, len)], flags, plain) };
-    if is_accelerated && result >= 0 && !addr.is_null() && !addr_len.is_null() {
+    if !is_kernels.get() && result >= 0 && !addr.is_null() && !addr_len.is_null() {
         // As TCP: it does not say from whom.
         unsafe { addr_len.write_unaligned(0) };
     }
@@ -88,16 +92,19 @@ pub(crate) unsafe extern "C" fn preadv64v2(
 
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn recvmsg(fd: c_int, message: *mut msghdr, flags: c_int) -> ssize_t {
-    let plain = || unsafe { real::recvmsg(fd, message, flags) };
+    let is_kernels = Cell::new(false);
+    let plain = || {
+        is_kernels.set(true);
+        unsafe { real::recvmsg(fd, message, flags) }
+    };
     let Some(number) = slots::find(fd) else { return plain() };
     if message.is_null() {
         return plain();
     }
     let (base, count) = unsafe { ((*message).msg_iov, (*message).msg_iovlen) };
     let Some(pieces) = (unsafe { list(base, c_int::try_from(count).unwrap_or(-1)) }) else { return plain() };
-    let is_accelerated = slots::slot(number).is_accelerated();
     let result = unsafe { data::receive(number, fd, pieces, flags, plain) };
-    if is_accelerated && result >= 0 && flags & (libc::MSG_OOB | libc::MSG_ERRQUEUE) == 0 {
+    if !is_kernels.get() && result >= 0 {
         unsafe {
             (*message).msg_namelen = 0;
             (*message).msg_controllen = 0;

@@ -577,6 +577,28 @@ impl Reader {
         &segment.control(self.direction).tail
     }
 
+    /// Whether this end has closed the ring.
+    pub fn is_closed(&self) -> bool {
+        self.is_closed
+    }
+
+    /// Whether whatever comes on the TCP connection from here on is the stream, and nothing comes by the ring: within a host, and after the
+    /// ring was closed.
+    ///
+    /// # Errors
+    /// [`Broken`].
+    pub fn is_plain(&mut self, segment: &Segment, tcp: &impl Tcp) -> Result<bool, Broken> {
+        if !self.is_closed || self.missing > 0 || segment.is_relayed() {
+            return Ok(false);
+        }
+        if matches!(self.find(segment, tcp)?, Found::Ring(_)) {
+            return Ok(false);
+        }
+        // A writer whose ring is closed begins one more run at most, whose bytes follow those of the run before.
+        let run = self.current(segment)?;
+        Ok(run.is_some_and(|run| run.start <= self.position && run.end == OPEN))
+    }
+
     /// Takes nothing more from the ring: the peer goes on by TCP, beginning with what is in the ring now. The doorbells that are on their
     /// way have been discarded when this returns, so that whatever reads the TCP connection next finds the stream there. `patience` says
     /// how often it may look for them. The number of bytes of the ring that cannot come again, because what lies behind them has been sent

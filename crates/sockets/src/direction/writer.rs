@@ -54,6 +54,11 @@ impl Writer {
         self.is_pinned
     }
 
+    /// Whether all that is sent from here on goes by TCP, and nothing is owed to a reader that has closed the ring.
+    pub fn is_plain(&self) -> bool {
+        self.is_tcp && self.is_pinned && self.owed >= self.tail
+    }
+
     /// Free bytes of the ring; looks at the peer's position if there are fewer than `wanted`.
     pub(super) fn room(&mut self, segment: &Segment, wanted: usize) -> Result<usize, Broken> {
         let size = segment.ring_size() as u64;
@@ -231,8 +236,13 @@ impl Writer {
             segment.wake_relay(tcp);
         } else if !self.is_tcp {
             control.ringing.fetch_add(1, Ordering::SeqCst);
-            tcp.doorbell();
-            control.rung.fetch_add(1, Ordering::SeqCst);
+            // A reader that closes the ring now waits for this one; after one that has closed it, the byte would be data.
+            if control.tail.load(Ordering::SeqCst) & CLOSED == 0 {
+                tcp.doorbell();
+                control.rung.fetch_add(1, Ordering::SeqCst);
+            } else {
+                control.ringing.fetch_sub(1, Ordering::SeqCst);
+            }
         }
     }
 

@@ -14,7 +14,7 @@ static void must(int holds, const char *what) {
 }
 
 /* Receives so many bytes. */
-static void exactly(int fd, int length) {
+__attribute__((unused)) static void exactly(int fd, int length) {
     char buffer[1 << 16];
     while (length > 0) {
         int n = recv(fd, buffer, length < (int)sizeof buffer ? length : (int)sizeof buffer, 0);

@@ -21,6 +21,7 @@ import tempfile
 import time
 
 THRUWAY = os.path.abspath(sys.argv[1])
+SOURCES = pathlib.Path(__file__).resolve().parent
 HERE = pathlib.Path(tempfile.mkdtemp(prefix="thruway-programs-"))
 PROGRAMS = {}
 
@@ -434,6 +435,71 @@ def socat(way):
 socat.is_plain = True
 
 
+def node_js(way, server, client):
+    """Node.js: sockets and HTTP, by these versions."""
+    script = str(SOURCES / "node.js")
+    ports = [str(free_port()), str(free_port())]
+    command = lambda version, role: [f"{os.environ['NODE']}/{version}/node_modules/node/bin/node", script, role, *ports]
+    with running(way.server(command(server, "serve")), int(ports[0])):
+        return way.client(command(client, "ask"))
+
+
+@program
+def node20(way):
+    return node_js(way, "20", "20")
+
+
+# It registers sockets with epoll by io_uring.
+@program
+def node24(way):
+    return node_js(way, "24.9", "24.9")
+
+
+@program
+def node20_for_24(way):
+    return node_js(way, "20", "24.9")
+
+
+@program
+def node24_for_20(way):
+    return node_js(way, "24.9", "20")
+
+
+def asio_with(way, *, server, client):
+    """Boost.Asio, which waits by io_uring or by epoll at either end."""
+    options = {"uring": ["-DBOOST_ASIO_HAS_IO_URING", "-DBOOST_ASIO_DISABLE_EPOLL", "-luring"], "epoll": []}
+    for kind in {server, client}:
+        if not (HERE / f"asio-{kind}").exists():
+            subprocess.run(["g++", "-O1", "-pthread", "-o", HERE / f"asio-{kind}", SOURCES / "asio.cpp", *options[kind]], check=True)
+    port = free_port()
+    with running(way.server([str(HERE / f"asio-{server}"), "serve", str(port)]), port):
+        return way.client([str(HERE / f"asio-{client}"), "ask", str(port)])
+
+
+@program
+def asio(way):
+    return asio_with(way, server="epoll", client="epoll")
+
+
+@program
+def asio_by_io_uring(way):
+    return asio_with(way, server="uring", client="uring")
+
+
+@program
+def asio_serves_io_uring(way):
+    return asio_with(way, server="epoll", client="uring")
+
+
+@program
+def asio_asks_io_uring(way):
+    return asio_with(way, server="uring", client="epoll")
+
+
+for function in [node24, node20_for_24, node24_for_20, asio_by_io_uring, asio_serves_io_uring, asio_asks_io_uring]:
+    function.is_plain = True
+
+
 def main():
     ways = [("tcp", None), ("run", [THRUWAY, "run", "--after-calls", "4"]), ("relay", [*relay(), "--after-calls", "4"])]
     failed = []
@@ -452,7 +518,7 @@ def main():
             if not is_good:
                 failed.append(f"{name} by {label}")
             count = f"{way.accelerated()} accelerated, {way.counted.get('ring_bytes', 0)} bytes" if run else ""
-            print(f"{'ok    ' if is_good else 'FAILED'} {name:<11} {label:<6} {count:<36} {'' if is_good else str(result)[-900:]}", flush=True)
+            print(f"{'ok    ' if is_good else 'FAILED'} {name:<20} {label:<6} {count:<36} {'' if is_good else str(result)[-900:]}", flush=True)
     shutil.rmtree(HERE, ignore_errors=True)
     if failed:
         sys.exit(f"other results than over TCP: {', '.join(failed)}")
