@@ -170,6 +170,8 @@ enum Kind {
     FetchAdd(RemoteAddr, u64),
     CompareSwap(RemoteAddr, u64, u64),
     Flush(RemoteAddr),
+    /// Reads no bytes, for which the peer checks no access (RFC 5040 section 5.2), behind what was put before.
+    Confirm(RemoteAddr),
 }
 
 impl Connection {
@@ -286,17 +288,19 @@ impl Connection {
         })
     }
 
-    /// As [`Connection::put`], and waits until it is done.
+    /// As [`Connection::put`], and waits until the peer has the bytes.
     ///
     /// # Errors
-    /// As [`Connection::put`], and [`Error::Operation`].
+    /// As [`Connection::put`], and [`Error::Operation`]; either, if the peer refuses the bytes, which ends the connection.
     pub fn put_wait(
         &self,
         (from, offset): (&Region, u64),
         (to, remote_offset): (&RemoteRegion, u64),
         len: u64,
     ) -> Result<(), Error> {
-        self.call(Kind::Put(from.at(offset, len)?, to.at(remote_offset, len)?)).map(drop)
+        let (from, to) = (from.at(offset, len)?, to.at(remote_offset, len)?);
+        // The put alone is done when its bytes are on their way.
+        self.call_each([Kind::Put(from, to), Kind::Confirm(to)]).map(drop)
     }
 
     /// As [`Connection::get`], and waits until it is done.
@@ -343,14 +347,31 @@ impl Connection {
 
     /// Begins an operation and waits for it alone.
     fn call(&self, kind: Kind) -> Result<u64, Error> {
-        let call = {
-            let mut state = self.0.state();
+        self.call_each([kind])
+    }
+
+    /// Begins operations, one behind the other, and waits for them. What the last one returns, or the first error.
+    fn call_each<const N: usize>(&self, kinds: [Kind; N]) -> Result<u64, Error> {
+        let (mut calls, mut result) = (Vec::with_capacity(N), Ok(0));
+        let mut state = self.0.state();
+        for kind in kinds {
             let call = state.operations.next_awaited;
             state.operations.next_awaited += 1;
-            self.post(&mut state, kind, Recipient::Call(call))?;
+            if let Err(error) = self.post(&mut state, kind, Recipient::Call(call)) {
+                result = Err(error);
+                break;
+            }
             state.operations.awaited.push((call, None));
-            call
-        };
+            calls.push(call);
+        }
+        drop(state);
+        for call in calls {
+            result = self.wait_for_call(call).and_then(|value| result.and(Ok(value)));
+        }
+        result
+    }
+
+    fn wait_for_call(&self, call: u64) -> Result<u64, Error> {
         let done = self.0.wait(None, |state| {
             let awaited = &mut state.operations.awaited;
             let at = awaited.iter().position(|(awaited, done)| *awaited == call && done.is_some())?;
@@ -375,6 +396,7 @@ impl Connection {
             Kind::FetchAdd(to, add) => (SendOp::FetchAdd { remote: to, add }, result),
             Kind::CompareSwap(to, compare, swap) => (SendOp::CompareSwap { remote: to, compare, swap }, result),
             Kind::Flush(to) => (SendOp::Read { remote: to }, Sge { len: 1, ..result }),
+            Kind::Confirm(to) => (SendOp::Read { remote: to }, Sge { len: 0, ..result }),
         };
         let sges = [sge];
         let request = SendRequest {

@@ -279,6 +279,41 @@ fn one_sided_operations_need_nothing_of_the_peer_program() {
     }
 }
 
+/// The peer has the bytes when a call that waits for a put returns, also without the right to read them back; or the call fails.
+#[test]
+fn a_put_that_is_waited_for_has_come_or_is_an_error() {
+    for lab in labs() {
+        for case in ["taken", "another key", "beyond the end", "read-only", "unregistered"] {
+            let settings = Settings { messages: true, ..Settings::of(Scheme::Adaptive) };
+            let (a, b) = pair(&lab, &settings, &settings);
+            let target = Arc::new(Buffer::new(4096).unwrap());
+            let access = if case == "read-only" { Access::REMOTE_READ } else { Access::REMOTE_WRITE };
+            let lent = b.register_buffer(&target, access).unwrap();
+            let own = Arc::new(Buffer::new(4096).unwrap());
+            own.write(0, b"here");
+            let mine = a.register_buffer(&own, Access::empty()).unwrap();
+            let mut remote = lent.remote();
+            let mut offset = 0;
+            match case {
+                "another key" => remote.key ^= 1 << 20,
+                "beyond the end" => (remote.len, offset) = (1 << 20, 4096),
+                "unregistered" => lent.close(),
+                _ => {}
+            }
+            let done = a.put_wait((&mine, 0), (&remote, offset), 4);
+            let mut seen = [0; 4];
+            target.read(0, &mut seen);
+            match case {
+                "taken" => assert!(done.is_ok() && &seen == b"here", "{done:?}"),
+                _ => assert!(
+                    matches!(done, Err(Error::Operation(_) | Error::Ended(_))) && seen == [0; 4],
+                    "{case}: {done:?}"
+                ),
+            }
+        }
+    }
+}
+
 /// What follows a put is read behind it.
 #[test]
 fn a_message_behind_a_put_says_that_it_is_there() {
@@ -291,8 +326,9 @@ fn a_message_behind_a_put_says_that_it_is_there() {
         let mine = a.register_buffer(&own, Access::empty()).unwrap();
         for round in 0..500u32 {
             own.write(0, &round.to_ne_bytes());
-            a.put_wait((&mine, 0), (&lent.remote(), 0), 4).unwrap();
+            a.put((&mine, 0), (&lent.remote(), 0), 4, 0).unwrap();
             a.send(b"!", deadline()).unwrap();
+            assert_eq!(a.wait_completions(1, deadline()).unwrap().len(), 1);
             b.recv_message(&mut [0; 1], deadline()).unwrap();
             let mut seen = [0; 4];
             target.read(0, &mut seen);

@@ -121,7 +121,8 @@ struct tw_completion {
 int tw_poll(tw_socket *socket, struct tw_completion *completions, int max);
 int tw_wait(tw_socket *socket, struct tw_completion *completions, int max, int timeout_ms);
 
-/* The same operations, waiting for their end. old may be NULL. */
+/* The same operations, waiting for their end. old may be NULL. tw_put_wait returns 0 when the peer has the bytes, and -1 if it refuses them,
+ * which ends the connection. */
 int tw_put_wait(tw_socket *socket, const tw_region *from, uint64_t offset, const struct tw_remote *to,
 		uint64_t remote_offset, uint64_t len);
 int tw_get_wait(tw_socket *socket, const tw_region *to, uint64_t offset, const struct tw_remote *from,
