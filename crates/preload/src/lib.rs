@@ -46,6 +46,7 @@ extern "C" fn begin() {
         let files = SETTINGS.get().map(|settings| (settings.stats.as_ref(), settings.explain.as_ref()));
         let (stats, log) = files.unwrap_or_default();
         report::start(stats, log);
+        signals::start();
         process::watch_forks();
         process::note_user();
         peers::start();

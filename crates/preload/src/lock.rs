@@ -1,40 +1,110 @@
 //! A lock for a few instructions, which may lie in memory that processes share.
 //!
-//! It knows its owner. A signal handler that interrupts its own thread inside finds that out instead of waiting for ever, and what a
-//! process held when it was killed is taken from it.
+//! No handler of the program's runs while its thread holds one: a signal that comes then is [postponed](crate::signals). So no thread finds a
+//! lock that it holds itself, and no jump out of a handler abandons one, on whichever stack the handler runs. Calls at which the C library
+//! cancels threads are not made under a lock. What a process held when it was killed is taken from it.
 
+use crate::signals;
 use std::cell::Cell;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, Ordering, compiler_fence};
 
-thread_local! {
-    /// The thread's number, or 0 before it has asked for it.
-    static THREAD: Cell<u32> = const { Cell::new(0) };
-    /// Where the stack was when this thread last took a lock.
-    static STACK: Cell<usize> = const { Cell::new(0) };
+/// A thread's own.
+struct Thread {
+    /// Its number, or 0 before it has asked for it.
+    number: Cell<u32>,
+    /// Locks that it holds or tries to take.
+    depth: Cell<u32>,
+    /// Signals wait until it holds none, and the signals that it had blocked before.
+    postponed: Cell<Option<u64>>,
 }
 
-/// Furthest that two frames of one stack are thought to be apart.
-const STACK_MAX: usize = 8 << 20;
-
-fn stack() -> usize {
-    let here = 0u8;
-    (&raw const here).addr()
+thread_local! {
+    static THREAD: Thread =
+        const { Thread { number: Cell::new(0), depth: Cell::new(0), postponed: Cell::new(None) } };
 }
 
 /// This thread's number.
 pub(crate) fn thread() -> u32 {
     THREAD.with(|thread| {
-        if thread.get() == 0 {
+        if thread.number.get() == 0 {
             // SAFETY: without preconditions.
-            thread.set(unsafe { libc::gettid() }.cast_unsigned());
+            thread.number.set(unsafe { libc::gettid() }.cast_unsigned());
         }
-        thread.get()
+        thread.number.get()
     })
 }
 
 /// This is another process now.
 pub(crate) fn forget_thread() {
-    THREAD.with(|thread| thread.set(0));
+    THREAD.with(|thread| thread.number.set(0));
+}
+
+/// The only thread of a child that has just been forked has forgotten the locks that it held for that.
+pub(crate) fn forget_guards() {
+    THREAD.with(|thread| {
+        thread.depth.set(1);
+        leave(thread);
+    });
+}
+
+/// Whether this thread holds a lock, or is about to.
+pub(crate) fn is_inside() -> bool {
+    THREAD.with(|thread| thread.depth.get() > 0)
+}
+
+/// In a signal handler that has interrupted a thread inside: until it has left, all signals are blocked. `blocked`: those that were.
+pub(crate) fn postpone(blocked: u64) {
+    THREAD.with(|thread| thread.postponed.set(Some(thread.postponed.get().unwrap_or(blocked))));
+}
+
+#[inline]
+fn enter(thread: &Thread) {
+    thread.depth.set(thread.depth.get() + 1);
+    // A handler on this thread sees the depth before the lock.
+    compiler_fence(Ordering::SeqCst);
+}
+
+#[inline]
+fn leave(thread: &Thread) {
+    compiler_fence(Ordering::SeqCst);
+    let depth = thread.depth.get() - 1;
+    thread.depth.set(depth);
+    compiler_fence(Ordering::SeqCst);
+    // No signal comes between if one was postponed, as all are blocked then.
+    if depth == 0
+        && let Some(blocked) = thread.postponed.get()
+    {
+        thread.postponed.set(None);
+        signals::unblock(blocked);
+    }
+}
+
+unsafe extern "C" {
+    fn pthread_setcancelstate(state: libc::c_int, old: *mut libc::c_int) -> libc::c_int;
+}
+
+/// For as long as this lives, no handler of the program's runs on this thread, and the thread is not cancelled: for what uses the heap, which
+/// neither may abandon.
+pub(crate) struct Undisturbed {
+    cancels: libc::c_int,
+}
+
+pub(crate) fn undisturbed() -> Undisturbed {
+    const DISABLE: libc::c_int = 1;
+    let mut cancels = 0;
+    THREAD.with(enter);
+    // SAFETY: an integer of ours.
+    unsafe { pthread_setcancelstate(DISABLE, &raw mut cancels) };
+    Undisturbed { cancels }
+}
+
+impl Drop for Undisturbed {
+    fn drop(&mut self) {
+        let mut unused = 0;
+        // SAFETY: an integer of ours.
+        unsafe { pthread_setcancelstate(self.cancels, &raw mut unused) };
+        THREAD.with(leave);
+    }
 }
 
 /// See the module. All zero: free.
@@ -45,7 +115,7 @@ pub(crate) struct Lock(AtomicU32);
 /// Whoever has this has the lock.
 pub(crate) struct Guard<'a>(&'a Lock);
 
-/// The lock is this thread's own: the call comes from a signal handler that has interrupted it.
+/// The lock is this thread's own: the call comes from a handler that could not be postponed, that of a fault for instance.
 #[derive(Debug)]
 pub(crate) struct Reentered;
 
@@ -55,9 +125,17 @@ impl Lock {
     }
 
     pub(crate) fn try_lock(&self) -> Option<Guard<'_>> {
-        self.0.compare_exchange(0, thread(), Ordering::Acquire, Ordering::Relaxed).ok()?;
-        STACK.with(|at| at.set(stack()));
-        Some(Guard(self))
+        let number = thread();
+        THREAD.with(|thread| {
+            enter(thread);
+            match self.0.compare_exchange(0, number, Ordering::Acquire, Ordering::Relaxed) {
+                Ok(_) => Some(Guard(self)),
+                Err(_) => {
+                    leave(thread);
+                    None
+                }
+            }
+        })
     }
 
     #[inline]
@@ -73,17 +151,11 @@ impl Lock {
         for round in 1u32.. {
             let owner = self.0.load(Ordering::Relaxed);
             if owner == thread() {
-                // A handler's frames lie below those that it has interrupted. If these lie above, the program has jumped out of the
-                // call that had the lock; what that had not finished has not happened.
-                let taken_at = STACK.with(Cell::get);
-                let has_left = stack().checked_sub(taken_at).is_some_and(|up| up > 4096 && up < STACK_MAX);
-                return if has_left { Ok(Guard(self)) } else { Err(Reentered) };
+                break;
             }
             if round.is_multiple_of(1024) && owner != 0 && is_gone(owner) {
-                let taken = self.0.compare_exchange(owner, thread(), Ordering::Acquire, Ordering::Relaxed);
-                if taken.is_ok() {
-                    return Ok(Guard(self));
-                }
+                // Another thread may take it first, and then it is that one's.
+                let _ = self.0.compare_exchange(owner, 0, Ordering::Acquire, Ordering::Relaxed);
             }
             if let Some(guard) = self.try_lock() {
                 return Ok(guard);
@@ -107,5 +179,6 @@ fn is_gone(thread: u32) -> bool {
 impl Drop for Guard<'_> {
     fn drop(&mut self) {
         self.0.0.store(0, Ordering::Release);
+        THREAD.with(leave);
     }
 }

@@ -92,6 +92,7 @@ extern "C" fn after_fork_in_child() {
     // SAFETY: see `Held`.
     std::mem::forget(unsafe { (*HELD.0.get()).take() });
     slots::CHANGING.reset();
+    lock::forget_guards();
 }
 
 /// `_Fork`, which calls none of those.

@@ -7,7 +7,7 @@
 //!
 //! Where the other end is on another host, both write to the board and ask their host's relay (`relay`), which hands each a segment.
 
-use crate::lock::Guard;
+use crate::lock::{self, Guard};
 use crate::peers::Sender;
 use crate::report::{Reason, count, counters, stays, tell};
 use crate::slots::{self, Last, Slot, Upgrade, phase};
@@ -106,6 +106,7 @@ fn never(slot: &Slot, fd: i32, reason: Reason, detail: &dyn std::fmt::Display) {
 
 /// One step further, if there is one.
 fn consider(number: u32, fd: i32, calls: u32) {
+    let _undisturbed = lock::undisturbed();
     let slot = slots::slot(number);
     let Some(guard) = slot.upgrading.try_lock() else { return };
     match slot.phase.load(Ordering::Acquire) {

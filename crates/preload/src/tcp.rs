@@ -3,7 +3,7 @@
 use crate::real;
 use crate::report::{count, counters};
 use crate::slots::{self, Slot};
-use libc::{c_int, c_void};
+use libc::{c_int, c_long, c_void};
 use rustix::net::{RecvFlags, SendFlags};
 use std::io;
 use std::sync::atomic::Ordering;
@@ -114,8 +114,10 @@ impl Connection {
         let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
         message.msg_iov = list.as_mut_ptr();
         message.msg_iovlen = list.len() as _;
+        let (at, flags) = ((&raw mut message) as c_long, libc::MSG_DONTWAIT | flags);
+        // By number, as threads are not cancelled there.
         // SAFETY: callers' lists describe writable memory: `Pieces` vouches for that.
-        let read = unsafe { real::recvmsg(self.fd, &raw mut message, libc::MSG_DONTWAIT | flags) };
+        let read = unsafe { real::syscall(libc::SYS_recvmsg, self.fd.into(), at, flags.into(), 0, 0, 0) };
         if read < 0 { Err(io::Error::last_os_error()) } else { Ok(read as usize) }
     }
 
@@ -204,8 +206,15 @@ impl Connection {
     pub(crate) fn poll(self) -> u32 {
         let events = libc::POLLRDHUP | libc::POLLIN | libc::POLLRDNORM | libc::POLLOUT | libc::POLLWRNORM;
         let mut one = libc::pollfd { fd: self.fd, events, revents: 0 };
-        // SAFETY: one element.
-        if unsafe { real::poll(&raw mut one, 1, 0) } > 0 { one.revents.cast_unsigned().into() } else { 0 }
+        let none = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+        let (at, none) = ((&raw mut one) as c_long, (&raw const none) as c_long);
+        // By number, as threads are not cancelled there.
+        // SAFETY: one element, and a time that outlives the call.
+        if unsafe { real::syscall(libc::SYS_ppoll, at, 1, none, 0, 0, 0) } > 0 {
+            one.revents.cast_unsigned().into()
+        } else {
+            0
+        }
     }
 
     /// What the kernel knows of ends and errors of the connection.
@@ -254,8 +263,11 @@ impl Tcp for Connection {
 
     unsafe fn send(&self, from: *const u8, len: usize) -> io::Result<usize> {
         let flags = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL;
+        // By number, as threads are not cancelled there.
         // SAFETY: the caller's promise.
-        let sent = unsafe { real::send(self.fd, from.cast(), len, flags) };
+        let sent = unsafe {
+            real::syscall(libc::SYS_sendto, self.fd.into(), from as c_long, len as c_long, flags.into(), 0, 0)
+        };
         if sent < 0 { Err(io::Error::last_os_error()) } else { Ok(sent as usize) }
     }
 

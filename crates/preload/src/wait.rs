@@ -5,7 +5,7 @@
 
 use crate::report::{count, counters};
 use crate::slots::{self, Slot};
-use crate::{data, epoll, real, relay, relayed, report, room, waker};
+use crate::{data, epoll, lock, real, relay, relayed, report, room, waker};
 use libc::{c_int, pollfd, timespec};
 use std::cell::Cell;
 use std::sync::atomic::{AtomicI32, AtomicU8, Ordering};
@@ -344,7 +344,9 @@ pub(crate) unsafe fn poll(list: *mut pollfd, count: libc::nfds_t, limit: Limit, 
                 continue;
             }
         }
+        let begins = lock::undisturbed();
         let asleep = Asleep::begin(polled, wants);
+        drop(begins);
         report::count(&counters().sleeps, usize::from(!is_over));
         let limit_now = match (asleep.may_sleep, asleep.is_too_long) {
             (true, false) => limit.left(),
@@ -360,7 +362,9 @@ pub(crate) unsafe fn poll(list: *mut pollfd, count: libc::nfds_t, limit: Limit, 
         };
         let error = data::errno();
         let may_sleep = asleep.may_sleep && !asleep.is_too_long;
+        let ends = lock::undisturbed();
         asleep.end();
+        drop(ends);
         if ready < 0 {
             data::fail(error);
             return ready;
@@ -450,7 +454,9 @@ impl Asleep {
         let polled_too = if self.is_too_long { &[] } else { &self.full[..] };
         let room = polled_too.iter().map(|(_, _, fd)| pollfd { fd: *fd, events: libc::POLLIN, revents: 0 });
         let wakers = self.wakers.iter().map(entry);
+        let begins = lock::undisturbed();
         let mut list: Vec<pollfd> = polled.iter().copied().chain(wakers).chain(relay).chain(room).collect();
+        drop(begins);
         for (at, ..) in &self.full {
             list[*at].events &= !WRITABLE;
         }
@@ -473,6 +479,10 @@ impl Asleep {
                 }
             }
         }
+        let error = data::errno();
+        let _ends = lock::undisturbed();
+        drop(list);
+        data::fail(error);
         ready
     }
 
@@ -559,6 +569,7 @@ pub(crate) unsafe fn select(count: c_int, sets: [*mut u64; 3], limit: Limit, mas
     // SAFETY: the caller's promise.
     let is_in = |set: *mut u64, fd: usize| !set.is_null() && unsafe { *set.add(fd / 64) } >> (fd % 64) & 1 != 0;
     const EVENTS: [libc::c_short; 3] = [libc::POLLIN, libc::POLLOUT, libc::POLLPRI];
+    let begins = lock::undisturbed();
     let mut list = Vec::new();
     for fd in 0..count {
         let events = (0..3).filter(|set| is_in(sets[*set], fd)).fold(0, |events, set| events | EVENTS[set]);
@@ -566,8 +577,12 @@ pub(crate) unsafe fn select(count: c_int, sets: [*mut u64; 3], limit: Limit, mas
             list.push(pollfd { fd: fd as c_int, events, revents: 0 });
         }
     }
+    drop(begins);
     // SAFETY: a list of ours; the caller's promise for the mask.
     let result = unsafe { poll(list.as_mut_ptr(), list.len() as libc::nfds_t, limit, mask) };
+    let _ends = lock::undisturbed();
+    // Dropped before that ends.
+    let list = list;
     if result < 0 {
         return result;
     }

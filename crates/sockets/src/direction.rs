@@ -102,5 +102,10 @@ impl From<Broken> for io::Error {
     }
 }
 
+/// Has what was stored before be in memory before what is stored behind: another process finds it there if this one is killed between.
+fn in_order<T>(value: &mut T) {
+    std::hint::black_box(value);
+}
+
 #[cfg(test)]
 pub(crate) mod tests;

@@ -597,6 +597,13 @@ fn from_environment(name: &str, default: u64) -> u64 {
     std::env::var(name).map_or(default, |text| text.parse().unwrap_or_else(|error| panic!("{name}={text}: {error}")))
 }
 
+/// Handlers on any stack send on the connection whose call they interrupt, or jump out of the call; threads are cancelled in one.
+#[test]
+fn handlers_and_jumps_leave_streams_as_on_tcp() {
+    let counted = counters(&compare_in_c("jumps", STATS));
+    assert!(counted["accelerated"] == 8, "{counted:?}");
+}
+
 /// Waits and receives by the C library's `syscall` are answered as its functions would.
 #[test]
 fn programs_that_make_system_calls_by_number_wait_as_on_tcp() {

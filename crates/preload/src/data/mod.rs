@@ -101,6 +101,16 @@ pub(crate) fn broken(slot: &Slot, fd: c_int, error: &io::Error) -> c_int {
     code(error)
 }
 
+unsafe extern "C" {
+    fn pthread_testcancel();
+}
+
+/// Ends this thread if it is to be cancelled, as the C library's function does that a hook stands before. Not under a lock.
+pub(crate) fn check_cancelled() {
+    // SAFETY: without preconditions; no caller has anything that is to be dropped.
+    unsafe { pthread_testcancel() };
+}
+
 /// Whether calls on a descriptor wait.
 fn waits(fd: c_int) -> bool {
     rustix::fs::fcntl_getfl(slots::borrow(fd)).is_ok_and(|flags| !flags.contains(rustix::fs::OFlags::NONBLOCK))

@@ -1,6 +1,6 @@
 //! Calls that receive.
 
-use super::{NOT_ACCELERATED, Which, broken, errno, fail, honour_closed_ring, keep_error, waits};
+use super::{NOT_ACCELERATED, Which, broken, check_cancelled, errno, fail, honour_closed_ring, keep_error, waits};
 use crate::relayed::{catch_up, is_all_here, is_lost};
 use crate::report::{count, counters};
 use crate::slots::{self, Receiving, Slot, phase};
@@ -30,6 +30,7 @@ pub(crate) unsafe fn receive(
         }
         // SAFETY: the caller's promise.
         let Some(mut to) = (unsafe { Pieces::new(list) }) else { return fail(libc::EINVAL) };
+        check_cancelled();
         let which = Which::new(number, fd);
         let result = if flags & libc::MSG_TRUNC != 0 {
             discard(which, to.left(), flags)

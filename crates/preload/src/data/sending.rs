@@ -1,6 +1,6 @@
 //! Calls that send.
 
-use super::{NOT_ACCELERATED, Which, broken, fail, waits};
+use super::{NOT_ACCELERATED, Which, broken, check_cancelled, fail, waits};
 use crate::relayed::{CATCH_UP_MAX, Pause, is_settled, wait_for_room};
 use crate::report::{count, counters};
 use crate::room::Blocked;
@@ -35,6 +35,9 @@ pub(crate) unsafe fn transmit(
             && let Some(result) = transmit_plain(which, || plain(&from))
         {
             return result;
+        }
+        if from.left() == total {
+            check_cancelled();
         }
         // SAFETY: the caller's promise.
         match unsafe { send_accelerated(which, &mut from, total, flags, is_plain) } {

@@ -562,6 +562,7 @@ pub(crate) unsafe fn wait(
         }
         // Its own bell alone: there is something to look at.
     }
+    data::check_cancelled();
     // SAFETY: the caller's promise.
     let out = unsafe { std::slice::from_raw_parts_mut(events, max as usize) };
     let none = timespec { tv_sec: 0, tv_nsec: 0 };

@@ -6,7 +6,7 @@ use crate::data::fail;
 use crate::report::{Reason, stays};
 use crate::slots;
 use crate::{data, process, real};
-use libc::{c_int, c_uint, c_void, iovec, mmsghdr, msghdr, off64_t, size_t, socklen_t, ssize_t};
+use libc::{c_int, c_long, c_uint, c_void, iovec, mmsghdr, msghdr, off64_t, size_t, socklen_t, ssize_t};
 use std::sync::atomic::Ordering;
 use thruway_sockets::iovecs::{CALL_MAX, Pieces};
 
@@ -205,9 +205,12 @@ pub(crate) unsafe extern "C" fn sendfile(out: c_int, from: c_int, offset: *mut o
         let mut at = begin;
         let through_ring = data::send_from_file(number, out, len, |to, room| {
             // SAFETY: the span that the ring has free.
-            let got = unsafe { libc::pread64(from, to.cast(), room, at as off64_t) };
+            let got = unsafe {
+                // By number, as threads are not cancelled there.
+                real::syscall(libc::SYS_pread64, from.into(), to as c_long, room as c_long, at as c_long, 0, 0)
+            };
             at += got.max(0) as u64;
-            got
+            got as ssize_t
         });
         let (sent, is_over) = match through_ring {
             Ok(done) => done,

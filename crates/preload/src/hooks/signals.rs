@@ -1,12 +1,15 @@
-//! Hooks that set signal handlers. Only that they are called matters.
+//! Hooks that set signal handlers: the library's own function stands before each.
 
-use crate::real;
-use crate::signals::note_change;
+use crate::signals::{adopt, handler, note_change, set_action, translate};
+use crate::{SETTINGS, real};
 use libc::{c_int, c_void, sigaction as Action};
 
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn sigaction(signal: c_int, new: *const Action, old: *mut Action) -> c_int {
-    let result = unsafe { real::sigaction(signal, new, old) };
+    if SETTINGS.get().is_none() {
+        return unsafe { real::sigaction(signal, new, old) };
+    }
+    let result = unsafe { set_action(signal, new, old) };
     if !new.is_null() {
         note_change();
     }
@@ -14,23 +17,33 @@ pub(crate) unsafe extern "C" fn sigaction(signal: c_int, new: *const Action, old
 }
 
 macro_rules! setters {
-    ($($name:ident($($arg:ident: $kind:ty),*) -> $ret:ty;)*) => {
+    ($($name:ident;)*) => {
         $(
             #[unsafe(no_mangle)]
-            pub(crate) unsafe extern "C" fn $name($($arg: $kind),*) -> $ret {
-                let result = unsafe { real::$name($($arg),*) };
-                note_change();
-                result
+            pub(crate) unsafe extern "C" fn $name(signal: c_int, new: *mut c_void) -> *mut c_void {
+                let before = handler(signal);
+                let told = unsafe { real::$name(signal, new) };
+                if SETTINGS.get().is_some() {
+                    adopt(signal);
+                    note_change();
+                }
+                translate(told, before)
             }
         )*
     };
 }
 
 setters! {
-    signal(signal: c_int, handler: *mut c_void) -> *mut c_void;
-    ssignal(signal: c_int, handler: *mut c_void) -> *mut c_void;
-    sysv_signal(signal: c_int, handler: *mut c_void) -> *mut c_void;
-    __sysv_signal(signal: c_int, handler: *mut c_void) -> *mut c_void;
-    sigset(signal: c_int, handler: *mut c_void) -> *mut c_void;
-    siginterrupt(signal: c_int, does: c_int) -> c_int;
+    signal;
+    ssignal;
+    sysv_signal;
+    __sysv_signal;
+    sigset;
+}
+
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn siginterrupt(signal: c_int, does: c_int) -> c_int {
+    let result = unsafe { real::siginterrupt(signal, does) };
+    note_change();
+    result
 }

@@ -1,6 +1,6 @@
 //! The end of a direction that reads.
 
-use super::{Broken, PEEK_MAX, PIECES, Tcp};
+use super::{Broken, PEEK_MAX, PIECES, Tcp, in_order};
 use crate::iovecs::Pieces;
 use crate::segment::{BY_TCP, CLOSED, End, GONE, OPEN, Over, POSITION, READY, RUNS, Segment, WakeBy, outward};
 use std::io;
@@ -47,7 +47,8 @@ pub struct Reader {
     position: u64,
     /// The first run that this has not come to the end of, and its copy once it has begun.
     run: u32,
-    begun: Option<Begun>,
+    begun: Begun,
+    has_begun: bool,
     /// Highest number of runs and highest position of the ring that the peer has published.
     opened: u32,
     tail: u64,
@@ -55,6 +56,8 @@ pub struct Reader {
     done: u32,
     /// The peer has written what cannot be.
     is_broken: bool,
+    /// Bytes are taken from the TCP connection just now. A process that is killed meanwhile leaves it so: how many it took is not known.
+    is_taking: bool,
     /// Doorbells that have been discarded.
     discarded: u64,
     /// Wake-ups by the relay that have been taken back.
@@ -79,11 +82,13 @@ impl Reader {
             head: 0,
             position,
             run: 0,
-            begun: None,
+            begun: Begun { ring: 0, start: 0, end: OPEN },
+            has_begun: false,
             opened: 0,
             tail: 0,
             done: 0,
             is_broken: false,
+            is_taking: false,
             discarded: 0,
             woken: 0,
             shown: 0,
@@ -117,7 +122,7 @@ impl Reader {
         let opened = segment.control(self.direction).opened.load(Ordering::Acquire);
         let pending = opened.wrapping_sub(self.run);
         let is_possible = pending as usize <= RUNS && pending >= self.opened.wrapping_sub(self.run);
-        if self.is_broken || !is_possible {
+        if self.is_broken || self.is_taking || !is_possible {
             return self.broken();
         }
         self.opened = opened;
@@ -130,31 +135,31 @@ impl Reader {
             return Ok(None);
         }
         let run = &segment.control(self.direction).runs[self.run as usize % RUNS];
-        let mut begun = match self.begun {
-            Some(begun) => begun,
-            None => {
-                let (ring, start) = (run.ring.load(Ordering::Relaxed), run.start.load(Ordering::Relaxed));
-                // Bytes of the ring that were published before it are before it.
-                if ring < self.head || !self.is_closed && ring < self.tail {
-                    return self.broken();
-                }
-                Begun { ring, start, end: OPEN }
-            }
-        };
-        if begun.end == OPEN {
-            begun.end = run.end.load(Ordering::Acquire);
-            if begun.end < begun.start {
+        if !self.has_begun {
+            let (ring, start) = (run.ring.load(Ordering::Relaxed), run.start.load(Ordering::Relaxed));
+            // Bytes of the ring that were published before it are before it.
+            if ring < self.head || !self.is_closed && ring < self.tail {
                 return self.broken();
             }
+            self.begun = Begun { ring, start, end: OPEN };
+            in_order(&mut self.begun);
+            self.has_begun = true;
         }
-        self.begun = Some(begun);
-        Ok(self.begun)
+        if self.begun.end == OPEN {
+            let end = run.end.load(Ordering::Acquire);
+            if end < self.begun.start {
+                return self.broken();
+            }
+            self.begun.end = end;
+        }
+        Ok(Some(self.begun))
     }
 
     /// The current run is over.
     fn next_run(&mut self) {
+        self.has_begun = false;
+        in_order(&mut self.has_begun);
         self.run = self.run.wrapping_add(1);
-        self.begun = None;
     }
 
     /// Tells the peer which runs are over.
@@ -260,6 +265,16 @@ impl Reader {
         self.broken()
     }
 
+    fn begin_taking(&mut self) {
+        self.is_taking = true;
+        in_order(self);
+    }
+
+    fn end_taking(&mut self) {
+        in_order(self);
+        self.is_taking = false;
+    }
+
     fn available(&mut self, tcp: &impl Tcp) -> usize {
         let result = tcp.available();
         self.or_keep(result).unwrap_or(0)
@@ -273,10 +288,12 @@ impl Reader {
 
     /// False if none could be discarded.
     fn discard(&mut self, tcp: &impl Tcp, bells: usize) -> bool {
+        self.begin_taking();
         let result = tcp.skip(bells);
         let discarded = self.or_keep(result).unwrap_or(0) as u64;
         self.position += discarded;
         self.discarded += discarded;
+        self.end_taking();
         discarded > 0
     }
 
@@ -306,9 +323,14 @@ impl Reader {
                     len
                 }
                 Found::Tcp(len) => {
+                    self.begin_taking();
                     let result = tcp.read(to, len.min(to.left()));
-                    let Some(len) = self.or_keep(result).filter(|len| *len > 0) else { break };
+                    let len = self.or_keep(result).unwrap_or(0);
                     self.position += len as u64;
+                    self.end_taking();
+                    if len == 0 {
+                        break;
+                    }
                     to.advance(len);
                     len
                 }
@@ -336,9 +358,11 @@ impl Reader {
         if max == 0 {
             return Ok(0);
         }
+        self.begin_taking();
         let result = tcp.read(to, max);
-        let Some(len) = self.or_keep(result) else { return Ok(0) };
+        let len = self.or_keep(result).unwrap_or(0);
         self.position += len as u64;
+        self.end_taking();
         // A run has ended meanwhile: what lies behind it are doorbells.
         let end = self.current(segment)?.map_or(OPEN, |run| run.end);
         let bells = self.position.saturating_sub(end);

@@ -1,6 +1,6 @@
 //! The end of a direction that writes.
 
-use super::{Broken, PIECES, Tcp};
+use super::{Broken, PIECES, Tcp, in_order};
 use crate::iovecs::Pieces;
 use crate::segment::{
     BELL_FREE, BELL_WRITER, BY_TCP, CLOSED, Control, End, GONE, OPEN, Over, POSITION, READY, RUNS, Segment, outward,
@@ -13,8 +13,9 @@ use thruway_memory::shared;
 #[derive(Debug)]
 pub struct Writer {
     direction: usize,
-    /// Bytes ever written to the ring.
+    /// Bytes ever written to the ring, and what that is about to become: a process that is killed may have published it.
     tail: u64,
+    planned: u64,
     /// How far the peer had read when that was last looked at.
     head: u64,
     /// Runs that have begun.
@@ -35,6 +36,7 @@ impl Writer {
         Writer {
             direction: outward(end),
             tail: 0,
+            planned: 0,
             head: 0,
             opened: 1,
             is_tcp: true,
@@ -61,6 +63,7 @@ impl Writer {
 
     /// Free bytes of the ring; looks at the peer's position if there are fewer than `wanted`.
     pub(super) fn room(&mut self, segment: &Segment, wanted: usize) -> Result<usize, Broken> {
+        self.complete(segment);
         let size = segment.ring_size() as u64;
         if size - (self.tail - self.head) < wanted as u64 {
             let head = segment.control(self.direction).head.load(Ordering::Acquire);
@@ -104,6 +107,7 @@ impl Writer {
     /// # Errors
     /// [`Broken`], those of [`Tcp::written`].
     pub fn leave_tcp(&mut self, segment: &Segment, tcp: &impl Tcp) -> io::Result<bool> {
+        self.complete(segment);
         let control = segment.control(self.direction);
         if !self.is_tcp || self.is_pinned {
             return Ok(!self.is_tcp);
@@ -141,6 +145,7 @@ impl Writer {
     /// # Errors
     /// Those of [`Tcp::written`]; nothing has changed then.
     pub fn enter_tcp(&mut self, segment: &Segment, tcp: &impl Tcp, for_good: bool) -> io::Result<()> {
+        self.complete(segment);
         if !self.is_tcp {
             // A relay rings by itself: not while the run's first byte is determined.
             let _no_bells =
@@ -172,6 +177,17 @@ impl Writer {
         self.is_tcp = true;
     }
 
+    /// Completes what a process has published that was killed before it had noted that.
+    fn complete(&mut self, segment: &Segment) {
+        if self.planned != self.tail {
+            let word = segment.control(self.direction).tail.load(Ordering::SeqCst) & !CLOSED;
+            if !self.is_tcp && word == self.planned << POSITION {
+                self.tail = self.planned;
+            }
+            self.planned = self.tail;
+        }
+    }
+
     /// Publishes a position and a way. False if the reader has closed the ring; then nothing has changed.
     fn change(&mut self, segment: &Segment, tail: u64, is_tcp: bool) -> bool {
         let word = |tail: u64, is_tcp| tail << POSITION | if is_tcp { BY_TCP } else { 0 };
@@ -189,6 +205,7 @@ impl Writer {
     /// # Errors
     /// [`Broken`], those of the TCP connection.
     pub fn send_again(&mut self, segment: &Segment, tcp: &impl Tcp) -> io::Result<bool> {
+        self.complete(segment);
         if !self.is_closed && !self.is_closed_by_reader(segment) {
             return Ok(true);
         }
@@ -317,9 +334,12 @@ impl Writer {
 
     fn publish(&mut self, segment: &Segment, len: usize) -> bool {
         let tail = self.tail + len as u64;
+        self.planned = tail;
+        in_order(self);
         if !self.change(segment, tail, false) {
             return false;
         }
+        in_order(self);
         self.tail = tail;
         true
     }
