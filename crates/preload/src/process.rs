@@ -7,6 +7,7 @@ use crate::{data, epoll, lock, relayed, room, spares, switch};
 use libc::{c_int, pid_t};
 use std::cell::UnsafeCell;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
 use thruway_sockets::WakeBy;
 
 /// Has this process killed when its parent, the supervisor with this number, is.
@@ -216,6 +217,31 @@ pub(crate) fn hand_over(number: u32, fd: c_int, is_read: bool) {
         crate::report::tell(fd, &format_args!("reset: a program that was started would have missed {left} bytes"));
         crate::tcp::Connection::new(fd).reset();
     }
+}
+
+/// Longest time that connections have to go back to TCP before the kernel lets this thread read and write alone.
+const STRICT_MAX: Duration = Duration::from_secs(2);
+
+/// The kernel ends this thread from now on when it calls anything but `read` and `write`: those have to be TCP's own.
+pub(crate) fn before_strict_mode() {
+    if slots::is_in_borrowed_memory() {
+        return;
+    }
+    slots::each(|number, fd| {
+        let slot = slots::slot(number);
+        stays(slot, fd, Reason::Unsupported, &": a sandbox of reads and writes");
+        if slot.is_accelerated() {
+            data::demote(slot, fd);
+        }
+    });
+    let limit = Instant::now() + STRICT_MAX;
+    slots::each(|number, fd| {
+        // Until the peer has taken notice.
+        while slots::slot(number).is_accelerated() && !switch::retire(number, fd) && Instant::now() < limit {
+            std::thread::yield_now();
+        }
+        switch::give_up(number);
+    });
 }
 
 /// The process ends: what it has not closed is closed by the kernel, which knows nothing of rings.

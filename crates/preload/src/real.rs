@@ -62,6 +62,7 @@ macro_rules! real {
 }
 
 real! {
+    prctl(option: c_int, a: c_ulong, b: c_ulong, c: c_ulong, d: c_ulong) -> c_int;
     syscall(number: c_long, a: c_long, b: c_long, c: c_long, d: c_long, e: c_long, f: c_long) -> c_long;
     read(fd: c_int, buf: *mut c_void, len: size_t) -> ssize_t;
     write(fd: c_int, buf: *const c_void, len: size_t) -> ssize_t;

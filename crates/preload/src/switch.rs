@@ -736,6 +736,20 @@ fn decline(slot: &Slot, guard: &Guard<'_>) {
     }
 }
 
+/// A connection that has not been accelerated yet is not any more.
+pub(crate) fn give_up(number: u32) {
+    let slot = slots::slot(number);
+    if let Ok(guard) = slot.upgrading.lock()
+        && !slot.is_accelerated()
+    {
+        withdraw(slot.upgrade(&guard));
+        slot.phase.store(phase::NEVER, Ordering::Release);
+        if let Some(segment) = slot.set_segment(&guard, None) {
+            drop_unused(segment);
+        }
+    }
+}
+
 /// Ends the acceleration of a connection that has gone back to TCP, if nothing of it comes by the ring any more: calls are the kernel's
 /// alone from here on. False if that is not so yet, or other processes have it, too.
 pub(crate) fn retire(number: u32, fd: i32) -> bool {

@@ -604,6 +604,13 @@ fn handlers_and_jumps_leave_streams_as_on_tcp() {
     assert!(counted["accelerated"] == 8, "{counted:?}");
 }
 
+/// What only the kernel's TCP can honour is set while a connection is in use.
+#[test]
+fn options_that_need_tcp_are_honoured_from_the_call_on() {
+    let counted = counters(&compare_in_c("options", STATS));
+    assert!(counted["accelerated"] == 6 && counted["demoted"] == 3, "{counted:?}");
+}
+
 /// Waits and receives by the C library's `syscall` are answered as its functions would.
 #[test]
 fn programs_that_make_system_calls_by_number_wait_as_on_tcp() {

@@ -2,7 +2,7 @@
 
 use crate::slots;
 use crate::{process, real};
-use libc::{c_char, c_int, c_void, pid_t};
+use libc::{c_char, c_int, c_ulong, c_void, pid_t};
 
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn _Fork() -> pid_t {
@@ -66,6 +66,14 @@ pub(crate) unsafe extern "C" fn posix_spawnp(
 ) -> c_int {
     process::before_another_program();
     unsafe { real::posix_spawnp(pid, path, actions, attr, args, env) }
+}
+
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn prctl(option: c_int, a: c_ulong, b: c_ulong, c: c_ulong, d: c_ulong) -> c_int {
+    if option == libc::PR_SET_SECCOMP && a == c_ulong::from(libc::SECCOMP_MODE_STRICT) {
+        process::before_strict_mode();
+    }
+    unsafe { real::prctl(option, a, b, c, d) }
 }
 
 /// A child that the C library starts will have a descriptor by another number.

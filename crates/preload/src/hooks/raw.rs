@@ -44,6 +44,7 @@ pub(crate) unsafe extern "C" fn syscall(
             libc::SYS_sendmmsg => sending::sendmmsg(fd, b as _, c as _, d as _).into(),
             libc::SYS_sendfile => sending::sendfile(fd, b as _, c as _, d as _) as _,
             libc::SYS_splice => sending::splice(fd, b as _, c as _, d as _, e as _, f as _) as _,
+            libc::SYS_prctl => super::processes::prctl(fd, b as _, c as _, d as _, e as _).into(),
             libc::SYS_close => descriptors::close(fd).into(),
             libc::SYS_close_range => descriptors::close_range(a as _, b as _, c as _).into(),
             libc::SYS_dup => descriptors::dup(fd).into(),
