@@ -19,7 +19,7 @@ fn resolve(place: &AtomicPtr<c_void>, name: &CStr) -> *mut c_void {
     found
 }
 
-/// Finds a function of liburing, also where that was loaded for one library alone, whose functions the linker does not tell others of.
+/// Finds a function of liburing, also if that was loaded with local scope.
 pub(crate) fn in_liburing(name: &CStr) -> Option<*mut c_void> {
     // SAFETY: a name that ends with a zero.
     let found = unsafe { libc::dlsym(libc::RTLD_NEXT, name.as_ptr()) };

@@ -56,6 +56,7 @@ pub(crate) enum Reason {
     Shared,
     Unsupported,
     Uring,
+    Doorbells,
     Memory,
     Ended,
     Failed,
@@ -81,6 +82,7 @@ impl Reason {
             Reason::Uring => {
                 "TCP: the program uses io_uring, by which the kernel uses sockets without calls of the C library"
             }
+            Reason::Doorbells => "TCP: small messages that each need a doorbell gain nothing by memory",
             Reason::Memory => "TCP: no memory for rings within the limit",
             Reason::Ended => "TCP: one end was shut down before it could be accelerated",
             Reason::Failed => "TCP: acceleration has failed",
@@ -98,6 +100,7 @@ impl Reason {
             Reason::Shared => &counters.shared_descriptor,
             Reason::Unsupported => &counters.unsupported_use,
             Reason::Uring => &counters.io_uring,
+            Reason::Doorbells => &counters.doorbells_only,
             Reason::Memory => &counters.no_memory,
             Reason::Ended => &counters.short,
             Reason::Failed => &counters.failed,

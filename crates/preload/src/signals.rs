@@ -77,7 +77,7 @@ const WITH_INFO: u64 = 1 << 63;
 /// In [`PROGRAMS`].
 const ONCE: u64 = 1 << 62;
 
-/// Those that a thread's own instruction causes, if the kernel says so; and the C library's own. None of them waits.
+/// Signals that a thread's own instruction causes. Neither these nor those of the C library (32, 33) are postponed.
 const FAULTS: [c_int; 6] = [libc::SIGSEGV, libc::SIGBUS, libc::SIGFPE, libc::SIGILL, libc::SIGTRAP, libc::SIGSYS];
 const NEVER_BLOCKED: u64 = {
     let (mut set, mut at) = (0b11 << 31, 0);
@@ -109,13 +109,13 @@ fn own() -> usize {
     dispatch as *const () as usize
 }
 
-/// What the kernel is told in place of an action of the program's.
+/// The action that is installed in place of the program's.
 fn replaced(action: &Action) -> Action {
     let flags = (action.sa_flags | libc::SA_SIGINFO) & !libc::SA_RESETHAND;
     Action { sa_sigaction: own(), sa_flags: flags, ..*action }
 }
 
-/// What the program is told in place of an action of the library's. `packed`: the program's own.
+/// Replaces an action of the library's by the program's own (`packed`).
 fn restored(action: &mut Action, packed: u64) {
     if action.sa_sigaction == own() {
         let flag = |bit, is: c_int| if packed & bit != 0 { is } else { 0 };
@@ -156,7 +156,7 @@ pub(crate) unsafe fn set_action(signal: c_int, new: *const Action, old: *mut Act
     result
 }
 
-/// After a function of the C library has set a handler by itself.
+/// Stands before a handler that a function of the C library has set by itself.
 pub(crate) fn adopt(signal: c_int) {
     let Some(place) = place(signal) else { return };
     let mut action = MaybeUninit::<Action>::zeroed();
@@ -177,7 +177,7 @@ pub(crate) fn handler(signal: c_int) -> u64 {
     place(signal).map_or(0, |place| place.load(Ordering::SeqCst))
 }
 
-/// What such a function has returned as the handler before.
+/// Translates the previous handler that such a function returns.
 pub(crate) fn translate(told: *mut c_void, before: u64) -> *mut c_void {
     if told.addr() == own() { function(before) as *mut c_void } else { told }
 }
@@ -189,7 +189,7 @@ pub(crate) fn start() {
     }
 }
 
-/// What the kernel calls in place of a handler.
+/// The handler that is installed in place of the program's.
 unsafe extern "C" fn dispatch(signal: c_int, info: *mut siginfo_t, context: *mut c_void) {
     let Some(place) = place(signal) else { return };
     // SAFETY: the kernel's arguments.

@@ -129,6 +129,10 @@ pub(crate) struct Slot {
     pub(crate) error: AtomicI32,
     /// When the peer was last looked for, in milliseconds of the coarse clock.
     pub(crate) looked_at: AtomicU32,
+    /// Of the last calls that received: their number, their bytes, and how often doorbells were discarded.
+    pub(crate) received: AtomicU32,
+    pub(crate) received_bytes: AtomicU64,
+    pub(crate) rung: AtomicU32,
     /// How often looking again and again has paid, lately.
     pub(crate) luck: AtomicI32,
     /// Why it is not accelerated: a number of [`crate::report::Reason`], from 1 on.
@@ -356,6 +360,9 @@ pub(crate) fn add(fd: i32, forks: u32, is_accepted: bool) {
     slot.is_foreign.store(FORKS.load(Ordering::SeqCst) != forks, Ordering::Relaxed);
     slot.generation.fetch_add(1, Ordering::Relaxed);
     slot.bytes.store(0, Ordering::Relaxed);
+    slot.received.store(0, Ordering::Relaxed);
+    slot.received_bytes.store(0, Ordering::Relaxed);
+    slot.rung.store(0, Ordering::Relaxed);
     slot.counted.store(0, Ordering::Relaxed);
     slot.threshold.store(crate::SETTINGS.get().map_or(0, |settings| settings.after_calls), Ordering::Relaxed);
     slot.service.store(0, Ordering::Relaxed);

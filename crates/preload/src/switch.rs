@@ -12,7 +12,7 @@ use crate::peers::Sender;
 use crate::report::{Reason, count, counters, stays, tell};
 use crate::slots::{self, Last, Slot, Upgrade, phase};
 use crate::tcp::Connection;
-use crate::{SETTINGS, experience, peers, relay, report, room, spares, uring, waker};
+use crate::{SETTINGS, experience, peers, relay, relayed, report, room, spares, uring, waker};
 use rustix::fd::{AsFd, OwnedFd};
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
@@ -82,6 +82,38 @@ pub(crate) fn after_plain_call(number: u32, fd: i32, bytes: usize, has_sent: boo
 pub(crate) fn after_ring_call(slot: &Slot) {
     let counted = slot.counted.load(Ordering::Relaxed);
     slot.counted.store(counted.saturating_add(WHOLE), Ordering::Relaxed);
+}
+
+/// Calls that received after which it is looked at how they were woken; of these, so many in four by doorbells are too many, if they
+/// had fewer bytes in the mean.
+const WEIGHED: u32 = 256;
+const RUNG_IN_FOUR: u32 = 3;
+const SMALL: u64 = 4096;
+
+/// After a call that received on an accelerated connection. Where the program waits in ways in which only a doorbell wakes it, a small message
+/// costs more than by TCP: the byte is sent and taken as the message would be.
+#[inline]
+pub(crate) fn weigh(number: u32, fd: i32, bytes: usize) {
+    let slot = slots::slot(number);
+    let sum = slot.received_bytes.fetch_add(bytes as u64, Ordering::Relaxed) + bytes as u64;
+    if slot.received.fetch_add(1, Ordering::Relaxed) + 1 < WEIGHED {
+        return;
+    }
+    slot.received.store(0, Ordering::Relaxed);
+    slot.received_bytes.store(0, Ordering::Relaxed);
+    let rung = slot.rung.swap(0, Ordering::Relaxed);
+    let needs_doorbells = match slots::local(number).registrations.load(Ordering::Relaxed) {
+        0 => !slot.is_watched.load(Ordering::Relaxed),
+        1 => false,
+        _ => true,
+    };
+    let is_dear = rung * 4 >= WEIGHED * RUNG_IN_FOUR && sum < SMALL * u64::from(WEIGHED);
+    if needs_doorbells && is_dear && slot.is_accelerated() && !relayed::is_relayed(slot) {
+        let service = slot.service.load(Ordering::Relaxed);
+        stays(slot, fd, Reason::Doorbells, &", from here on");
+        crate::data::demote(slot, fd);
+        experience::note_rung(service);
+    }
 }
 
 /// Whether a connection is to be watched for longer before it is accelerated: others of the service have ended soon.
@@ -201,6 +233,9 @@ fn begin(number: u32, slot: &'static Slot, guard: &Guard<'_>, fd: i32, calls: u3
     }
     if waits_for_more(slot, settings, [local.port(), peer.port()]) {
         return;
+    }
+    if !by_relay && experience::is_rung(slot.service.load(Ordering::Relaxed)) {
+        return never(slot, fd, Reason::Doorbells, &"");
     }
     let namespace = Connection::new(fd).cookie(libc::SO_NETNS_COOKIE);
     // The relay is of this user.
@@ -750,8 +785,8 @@ pub(crate) fn give_up(number: u32) {
     }
 }
 
-/// Ends the acceleration of a connection that has gone back to TCP, if nothing of it comes by the ring any more: calls are the kernel's
-/// alone from here on. False if that is not so yet, or other processes have it, too.
+/// Makes a connection plain that went back to TCP, once both rings are empty: calls go to the kernel alone from then on. False if they are
+/// not, or if other processes share it.
 pub(crate) fn retire(number: u32, fd: i32) -> bool {
     let slot = slots::slot(number);
     let Ok(guard) = slot.upgrading.lock() else { return false };

@@ -541,7 +541,9 @@ pub(crate) fn is_doorbell(number: u32, fd: c_int) -> bool {
     if !matches!(reader.find(segment, &connection), Ok(thruway_sockets::Found::Nothing)) {
         return false;
     }
-    reader.discard_doorbells(segment, &connection);
+    if reader.discard_doorbells(segment, &connection) {
+        slot.rung.fetch_add(1, Ordering::Relaxed);
+    }
     data::keep_error(slot, reader);
     // What waits goes on waiting, for the next one.
     let is_empty = reader.arm(segment, waker::wakes(number)).unwrap_or(false);

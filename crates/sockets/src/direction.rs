@@ -102,7 +102,7 @@ impl From<Broken> for io::Error {
     }
 }
 
-/// Has what was stored before be in memory before what is stored behind: another process finds it there if this one is killed between.
+/// Keeps stores in program order: another process reads them if this one is killed between two of them.
 fn in_order<T>(value: &mut T) {
     std::hint::black_box(value);
 }

@@ -364,7 +364,7 @@ impl Segment {
         self.is_relayed
     }
 
-    /// What has become of the way to the other host. Within a host there is none, whatever the peer has written.
+    /// State of the way to the other host. Within a host always [`Over::No`], whatever the peer has written.
     pub fn over(&self) -> Over {
         if self.is_relayed { self.told_over() } else { Over::No }
     }

@@ -81,6 +81,8 @@ counters! {
     unexplained,
     /// Ends whose program uses io_uring.
     io_uring,
+    /// Ends whose messages were small and each needed a doorbell.
+    doorbells_only,
 }
 
 /// Most bytes of the file that the library writes for `--explain`.

@@ -170,7 +170,7 @@ enum Kind {
     FetchAdd(RemoteAddr, u64),
     CompareSwap(RemoteAddr, u64, u64),
     Flush(RemoteAddr),
-    /// Reads no bytes, for which the peer checks no access (RFC 5040 section 5.2), behind what was put before.
+    /// A zero-length read behind the puts before it. The peer checks no access for it (RFC 5040 section 5.2).
     Confirm(RemoteAddr),
 }
 

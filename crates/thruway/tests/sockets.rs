@@ -620,6 +620,15 @@ fn programs_that_make_system_calls_by_number_wait_as_on_tcp() {
     assert!(counted["accelerated"] > 0 && counted["demoted"] == 0, "{counted:?}");
 }
 
+/// Small messages that only doorbells announce cost more than by TCP: their connections go back to it.
+#[test]
+fn programs_that_need_a_doorbell_for_each_message_go_back_to_tcp() {
+    let lab = support::Lab::new();
+    let path = build_c(&lab, "rings", &["-luring"]);
+    let counted = counters(&compare(STATS, &[path.to_str().unwrap(), "oneshot"]));
+    assert!(counted["accelerated"] > 0 && counted["doorbells_only"] > 0, "{counted:?}");
+}
+
 /// Connections of a process that uses io_uring stay with TCP, or go back to it without loss when it makes a ring.
 #[test]
 fn programs_that_use_io_uring_wait_and_receive_as_on_tcp() {

@@ -25,7 +25,7 @@ pub(crate) fn settle(slot: &Slot, fd: c_int, mut receiving: Receiving<'_>) {
     let Receiving { segment, reader, .. } = &mut receiving;
     match reader.find(segment, &connection) {
         Ok(Found::Ring(_)) => connection.reset_at_close(),
-        Ok(Found::Nothing) => reader.discard_doorbells(segment, &connection),
+        Ok(Found::Nothing) => _ = reader.discard_doorbells(segment, &connection),
         _ => {}
     }
     take_tcp_back(segment, fd);

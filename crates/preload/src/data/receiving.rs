@@ -39,7 +39,10 @@ pub(crate) unsafe fn receive(
             unsafe { receive_accelerated(which, &mut to, flags, &mut None) }
         };
         match result {
-            Ok(len) => return len as ssize_t,
+            Ok(len) => {
+                switch::weigh(number, fd, len);
+                return len as ssize_t;
+            }
             Err(NOT_ACCELERATED) => {}
             Err(error) => return fail(error),
         }
@@ -360,7 +363,8 @@ fn sleep(which: Which, flags: c_int, left: Option<Duration>) -> Result<bool, c_i
     }
     slot.sleepers.fetch_add(1, Ordering::SeqCst);
     slot.deaf_sleepers.fetch_add(deaf, Ordering::SeqCst);
-    if hears {
+    let is_watched = slot.is_watched.load(Ordering::Relaxed);
+    if hears || !is_watched && waker.is_none() && flags & libc::MSG_DONTWAIT == 0 && waits(fd) {
         slot.is_watched.store(true, Ordering::Relaxed);
     }
     let is_armed = match slot.receiving() {
@@ -470,8 +474,8 @@ pub(crate) fn is_readable(slot: &Slot) -> bool {
     }
 }
 
-/// When all has been read: discards doorbells, and asks for one with what comes next (`arms`), unless the connection is looked at. False if
-/// something has come meanwhile.
+/// After everything was read: discards doorbells, and asks for the next one (`arms`), unless the connection is looked at. False if new bytes
+/// have come meanwhile.
 fn quiesce(
     slot: &Slot,
     number: u32,
@@ -480,7 +484,9 @@ fn quiesce(
     reader: &mut Reader,
     arms: bool,
 ) -> io::Result<bool> {
-    reader.discard_doorbells(segment, connection);
+    if reader.discard_doorbells(segment, connection) {
+        slot.rung.fetch_add(1, Ordering::Relaxed);
+    }
     keep_error(slot, reader);
     if !arms {
         return Ok(reader.ring_len(segment)? == 0);

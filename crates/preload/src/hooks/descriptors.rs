@@ -8,7 +8,7 @@ use crate::{data, process, real};
 use libc::{c_int, c_uint, c_ulong, c_void, socklen_t};
 use std::sync::atomic::Ordering;
 
-/// Options of Linux that put control messages beside what is received, of which the C library's crate has no names.
+/// Options that add control messages to received data, and that the `libc` crate does not name.
 const TCP_INQ: c_int = 36;
 const SO_TIMESTAMP_NEW: c_int = 63;
 const SO_TIMESTAMPNS_NEW: c_int = 64;

@@ -533,19 +533,17 @@ impl Reader {
     }
 
     /// When [`Reader::find`] has found nothing: discards the doorbells that have rung, and takes back wake-ups by the relay, so that the
-    /// kernel calls the connection readable only when there is something new.
-    pub fn discard_doorbells(&mut self, segment: &Segment, tcp: &impl Tcp) {
+    /// kernel calls the connection readable only when there is something new. Whether there was a doorbell.
+    pub fn discard_doorbells(&mut self, segment: &Segment, tcp: &impl Tcp) -> bool {
         if segment.is_relayed() && segment.control(self.direction).woken.load(Ordering::SeqCst) != self.woken {
             self.woken = self.woken.wrapping_add(tcp.quiet_waker());
         }
         if self.has_run(segment) || self.bells(segment) == 0 {
-            return;
+            return false;
         }
         let bells = self.available(tcp).min(self.bells(segment));
         // All that was there before another run has begun.
-        if bells > 0 && !self.has_run(segment) {
-            self.discard(tcp, bells);
-        }
+        bells > 0 && !self.has_run(segment) && self.discard(tcp, bells)
     }
 
     /// At the end of the TCP connection: if the peer was to send again what was in the ring that this end has closed, and has gone before,

@@ -1,9 +1,9 @@
 /* Programs that wait and receive by io_uring, or by system calls beside the C library's functions, beside ones that do not. Prints results
  * that the test compares with those of plain TCP.
  *
- *     rings raw | early | late
+ *     rings raw | oneshot | early | late
  *
- * raw: by the C library's `syscall`; early: a ring is made before the connection; late: while the connection is in use.
+ * raw: by the C library's `syscall`; oneshot: by epoll, registered anew for each event; early: a ring is made before the connection; late: while the connection is in use.
  */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
@@ -18,11 +18,11 @@
 
 #include "common.h"
 
-enum { ROUNDS = 300, MESSAGE = 300, BULK = 8 << 20 };
+enum { MESSAGE = 300, BULK = 8 << 20 };
 
 static struct sockaddr_in address;
 static struct io_uring ring;
-static int ep = -1;
+static int ep = -1, rounds = 300;
 
 static unsigned char byte_at(long at) {
     return (at * 2654435761u) >> 24;
@@ -54,7 +54,7 @@ static int submit(struct io_uring_sqe *request) {
 }
 
 enum { POLL_ADD, RECEIVE, EPOLL_CTL, RING_MODES };
-enum { RAW_POLL, RAW_PPOLL, RAW_SELECT, RAW_EPOLL, RAW_READ, RAW_MODES };
+enum { RAW_POLL, RAW_PPOLL, RAW_SELECT, RAW_EPOLL, RAW_READ, RAW_MODES, ONE_SHOT };
 
 static int receive_by_ring(int fd, int mode, void *to, int length) {
     int n = recv(fd, to, length, MSG_DONTWAIT);
@@ -104,6 +104,14 @@ static int receive_raw(int fd, int mode, void *to, int length) {
         }
         must(syscall(SYS_epoll_wait, ep, &event, 1, -1) == 1, "epoll_wait");
         return syscall(SYS_readv, fd, &piece, 1);
+    case ONE_SHOT:
+        event.events |= EPOLLONESHOT;
+        if (ep < 0)
+            ep = epoll_create1(EPOLL_CLOEXEC);
+        if (epoll_ctl(ep, EPOLL_CTL_MOD, fd, &event) < 0)
+            must(epoll_ctl(ep, EPOLL_CTL_ADD, fd, &event) == 0, "epoll_ctl");
+        must(epoll_wait(ep, &event, 1, -1) == 1, "epoll_wait");
+        return recv(fd, to, length, MSG_DONTWAIT);
     default:
         return syscall(SYS_read, fd, to, length);
     }
@@ -132,12 +140,12 @@ static void receive_pattern(int fd, int way, int mode, long from, long length) {
 /* Messages to and fro, then much in each direction. `first`: sends first. */
 static void talk(int fd, int way, int mode, int is_late, int first) {
     long sent = 0, got = 0;
-    for (int round = 0; round < ROUNDS; round++) {
-        if (is_late && round == ROUNDS / 3) {
+    for (int round = 0; round < rounds; round++) {
+        if (is_late && round == rounds / 3) {
             must(io_uring_queue_init(8, &ring, 0) == 0, "ring");
             is_late = 0;
         }
-        int by = way == RING && round < ROUNDS / 3 && is_late ? PLAIN : way;
+        int by = way == RING && round < rounds / 3 && is_late ? PLAIN : way;
         if (first) {
             send_pattern(fd, sent, MESSAGE);
             sent += MESSAGE;
@@ -185,14 +193,18 @@ static pid_t start(int listener, int is_server, int way, int mode, int is_late) 
 
 int main(int count, char **args) {
     setvbuf(stdout, NULL, _IOLBF, 0);
-    must(count == 2, "rings raw | early | late");
-    int is_raw = strcmp(args[1], "raw") == 0, is_late = strcmp(args[1], "late") == 0;
+    must(count == 2, "rings raw | oneshot | early | late");
+    int is_one_shot = strcmp(args[1], "oneshot") == 0;
+    int is_raw = is_one_shot || strcmp(args[1], "raw") == 0, is_late = strcmp(args[1], "late") == 0;
     socklen_t length = sizeof address;
     address = (struct sockaddr_in){.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
     int listener = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
     must(bind(listener, (void *)&address, length) == 0 && listen(listener, 8) == 0, "listen");
     getsockname(listener, (void *)&address, &length);
-    for (int mode = 0; mode < (is_raw ? RAW_MODES : RING_MODES); mode++)
+    if (is_one_shot)
+        rounds = 2000;
+    int first = is_one_shot ? ONE_SHOT : 0, end = is_one_shot ? ONE_SHOT + 1 : is_raw ? RAW_MODES : RING_MODES;
+    for (int mode = first; mode < end; mode++)
         for (int server = 0; server < 2; server++) {
             int way = is_raw ? RAW : RING, status[2];
             pid_t one = start(listener, server, way, mode, is_late), other = start(listener, !server, PLAIN, 0, 0);
