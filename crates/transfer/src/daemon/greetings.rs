@@ -1,24 +1,28 @@
 //! Connections over plain TCP during their greeting.
 //!
 //! Each has a thread, and any peer can connect. A new connection evicts another when there are many: the oldest of the
-//! origin with the most, as for iWARP. So peers that do not complete their greeting keep no other out.
+//! origin with the most, as for iWARP. So peers that do not complete their greeting keep no other out. In a burst of
+//! connections none is evicted at once, because most peers complete their greeting in a moment.
 
 use super::lock;
 use std::collections::HashMap;
 use std::net::{Shutdown, TcpStream};
 use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
 use thruway_tcp::{ByOrigin, Origin};
 
 /// The greetings in progress of a daemon.
 pub(super) struct Greetings {
+    /// From this number on, one that is older than `grace` is evicted; from twice this number on, any.
     max: usize,
+    grace: Duration,
     state: Mutex<State>,
 }
 
 #[derive(Default)]
 struct State {
     next: u64,
-    streams: HashMap<u64, Arc<TcpStream>>,
+    streams: HashMap<u64, (Instant, Arc<TcpStream>)>,
     by_origin: ByOrigin<u64>,
     /// Greetings that have not ended, evicted ones included.
     threads: usize,
@@ -34,19 +38,21 @@ pub(super) struct Turn {
 }
 
 impl Greetings {
-    pub(super) fn new(max: usize) -> Arc<Greetings> {
-        Arc::new(Greetings { max, state: Mutex::default() })
+    pub(super) fn new(max: usize, grace: Duration) -> Arc<Greetings> {
+        Arc::new(Greetings { max, grace, state: Mutex::default() })
     }
 
-    /// Begins a greeting, and may evict another. `None` after [`Greetings::close`], or while the threads of as many evicted
-    /// ones have not ended.
+    /// Begins a greeting, and may evict another. `None` after [`Greetings::close`], or while the threads of evicted ones
+    /// have not ended.
     pub(super) fn begin(self: &Arc<Self>, origin: Origin, stream: TcpStream) -> Option<Turn> {
         let mut state = lock(&self.state);
-        if state.closed || state.threads >= 2 * self.max {
+        if state.closed || state.threads >= 3 * self.max {
             return None;
         }
-        if state.streams.len() >= self.max
+        let count = state.streams.len();
+        if count >= self.max
             && let Some((from, number)) = state.by_origin.give_way(origin)
+            && (count >= 2 * self.max || state.streams[&number].0.elapsed() >= self.grace)
             && let Some(evicted) = state.remove(from, number)
         {
             // Its thread reads the end of the connection.
@@ -55,7 +61,7 @@ impl Greetings {
         let (number, stream) = (state.next, Arc::new(stream));
         state.next += 1;
         state.threads += 1;
-        state.streams.insert(number, Arc::clone(&stream));
+        state.streams.insert(number, (Instant::now(), Arc::clone(&stream)));
         state.by_origin.insert(origin, number);
         drop(state);
         Some(Turn { greetings: Arc::clone(self), origin, number, stream: Some(stream) })
@@ -65,7 +71,7 @@ impl Greetings {
     pub(super) fn close(&self) {
         let mut state = lock(&self.state);
         state.closed = true;
-        for stream in state.streams.values() {
+        for (_, stream) in state.streams.values() {
             let _ = stream.shutdown(Shutdown::Both);
         }
     }
@@ -74,7 +80,7 @@ impl Greetings {
 impl State {
     fn remove(&mut self, origin: Origin, number: u64) -> Option<Arc<TcpStream>> {
         self.by_origin.remove(origin, number);
-        self.streams.remove(&number)
+        self.streams.remove(&number).map(|(_, stream)| stream)
     }
 }
 
@@ -117,7 +123,7 @@ mod tests {
 
     #[test]
     fn the_oldest_greeting_of_the_busiest_origin_gives_way() {
-        let greetings = Greetings::new(4);
+        let greetings = Greetings::new(4, Duration::ZERO);
         let mut clients = Vec::new();
         let mut begin = |from| {
             let (client, server) = pair();
@@ -130,6 +136,7 @@ mod tests {
         let ended = |turn: &Turn| turn.stream().read(&mut [0]).is_ok_and(|n| n == 0);
         assert!(silent[..3].iter().all(ended));
         let new = begin(3).expect("a new origin");
+        silent.extend((8..12).map(|_| begin(1).unwrap()));
         assert!(begin(1).is_none(), "threads of evicted ones have not ended");
         drop(silent.drain(..3));
         let last = begin(1).unwrap();
@@ -141,8 +148,19 @@ mod tests {
     }
 
     #[test]
+    fn a_burst_of_connections_is_not_evicted_at_once() {
+        let greetings = Greetings::new(4, Duration::from_secs(86_400));
+        let pairs: Vec<_> = (0..9).map(|_| pair()).collect();
+        let begin =
+            |(_, server): &(TcpStream, TcpStream)| greetings.begin(host(1), server.try_clone().unwrap()).unwrap();
+        let turns: Vec<Turn> = pairs.iter().map(begin).collect();
+        let went_on: Vec<bool> = turns.into_iter().map(|turn| turn.end().is_some()).collect();
+        assert_eq!(went_on.iter().filter(|went_on| !**went_on).count(), 1, "the first, from twice as many on");
+    }
+
+    #[test]
     fn no_greeting_begins_after_the_end() {
-        let greetings = Greetings::new(4);
+        let greetings = Greetings::new(4, Duration::ZERO);
         let (_client, server) = pair();
         let turn = greetings.begin(host(1), server).unwrap();
         greetings.close();

@@ -51,6 +51,8 @@ pub const DEV_EXPORT: &str = "dev";
 
 /// Connections over plain TCP during their greeting. Fewer where descriptors are few.
 const GREETINGS_MAX: usize = 512;
+/// Age from which one of many such connections may be evicted.
+const GREETING_GRACE: Duration = Duration::from_millis(500);
 /// Peers that have not proved yet who they are, in all, from one origin, and waiting their turn. Fewer where descriptors
 /// are few.
 const HANDSHAKES_MAX: usize = 256;
@@ -240,7 +242,7 @@ impl Daemon {
         let authorized = RwLock::new(std::mem::take(&mut config.authorized));
         let shared = Arc::new(Shared {
             authorized,
-            greetings: Greetings::new(limits::share_of_open_files(8).clamp(4, GREETINGS_MAX)),
+            greetings: Greetings::new(limits::share_of_open_files(8).clamp(4, GREETINGS_MAX), GREETING_GRACE),
             handshakes: Admission::new(handshake_limits(), waker(&device)),
             config,
             pipelines,
