@@ -650,12 +650,22 @@ fn a_ring_that_breaks_ends_no_process() {
         };
         let copy = lab.path(&format!("copy{round}"));
         let out = with_fault(&["cp", "-r"].map(OsStr::new)).arg(slash(&source)).arg(&copy).output().unwrap();
-        assert!(out.status.success(), "{fault}: {}", stderr(&out));
+        // Where no completion comes any more, the copy fails as a whole or in part.
+        assert!(matches!(out.status.code(), Some(0 | 1)), "{fault}: {}", stderr(&out));
+        if fault.ends_with('+') {
+            cp(&lab, &args(&[&"-r", &slash(&source), &copy]));
+        } else {
+            assert!(out.status.success(), "{fault}: {}", stderr(&out));
+        }
         assert_same(&source, &copy, Compare::Content);
         let exported = export("e", &served, "");
         let list = ["serve", "--json", "--listen", "127.0.0.1:0", "--export"].map(OsStr::new);
         let daemon = Daemon::start_by(with_fault(&list).arg(&exported));
-        cp(&lab, &args(&[&"-r", &slash(&source), &daemon.url(&format!("e/{round}"))]));
+        // The same job, once a session has failed with what its daemon had in progress.
+        let command = args(&[&"-r", &slash(&source), &daemon.url(&format!("e/{round}"))]);
+        let out = try_cp(&lab, &command);
+        assert!(out.status.success() || fault.ends_with('+'), "{fault}: {}", stderr(&out));
+        cp(&lab, &command);
         assert_same(&source, &served.join(round.to_string()), Compare::Content);
         // The process that strace has started.
         let children = fs::read_to_string(format!("/proc/{0}/task/{0}/children", daemon.child.id())).unwrap();

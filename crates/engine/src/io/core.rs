@@ -1,7 +1,9 @@
 //! A ring and the requests that the kernel has: what the drivers have in common.
 
 use super::buffers::RegisteredBuffers;
-use super::request::{Outcome, Progress, Request};
+use super::request::{Outcome, Progress, Request, SegmentList};
+use crate::pool::BlockPool;
+use crate::segment::Segment;
 use io_uring::{IoUring, opcode, types};
 use slab::Slab;
 use std::collections::VecDeque;
@@ -16,6 +18,8 @@ const WATCH: u64 = u64::MAX;
 /// Attempts to enter the ring, or to end the requests of a broken one, and the pause between two of them.
 const ATTEMPTS: u32 = 20;
 const PAUSE: Duration = Duration::from_millis(10);
+/// Attempts after which the completions of a broken ring are not expected any more.
+const CANCELS_MAX: u32 = 300;
 
 /// Where the thread of a ring waits for completions.
 #[derive(Clone, Copy)]
@@ -44,6 +48,8 @@ pub(super) struct Core<T> {
     registered: RegisteredBuffers,
     /// The ring cannot be entered any more; system calls do the requests.
     broken: bool,
+    /// Attempts to cancel the requests of a broken ring.
+    cancels: u32,
 }
 
 /// How the ring has ended a request.
@@ -95,8 +101,8 @@ impl<T> Core<T> {
         unsafe { ring.submitter().enter::<libc::sigset_t>(0, 0, 0, None) }?;
         let registered = RegisteredBuffers::new(&ring);
         let (requests, waiting, queued) = (Slab::new(), VecDeque::new(), VecDeque::new());
-        let (in_ring, watching, broken) = (0, false, false);
-        Ok(Core { ring, requests, waiting, in_ring, queued, limit, watching, registered, broken })
+        let (in_ring, watching, broken, cancels) = (0, false, false, 0);
+        Ok(Core { ring, requests, waiting, in_ring, queued, limit, watching, registered, broken, cancels })
     }
 
     /// The ring's descriptor, which is readable when there are completions.
@@ -202,13 +208,36 @@ impl<T> Core<T> {
         }
     }
 
-    /// Has the kernel cancel what it has of a broken ring, and pause where it does not.
+    /// Cancels the requests that the kernel has of a broken ring, and collects their completions; pauses.
     fn cancel(&mut self) {
         let timeout = types::Timespec::new().sec(1);
-        let cancelled = self.ring.submitter().register_sync_cancel(Some(timeout), types::CancelBuilder::any());
-        if let Err(error) = cancelled {
-            tracing::debug!(%error, in_ring = self.in_ring, "cancelling the requests of a broken ring");
-            std::thread::sleep(PAUSE);
+        let all = types::CancelBuilder::any().all();
+        let cancelled = self.ring.submitter().register_sync_cancel(Some(timeout), all);
+        // SAFETY: no argument refers to memory. Nothing is submitted.
+        let entered = unsafe {
+            let events = io_uring::EnterFlags::GETEVENTS;
+            self.ring.submitter().enter::<libc::sigset_t>(0, 0, events.bits(), None)
+        };
+        tracing::debug!(in_ring = self.in_ring, ?cancelled, ?entered, "cancelling the requests of a broken ring");
+        self.cancels += 1;
+        std::thread::sleep(PAUSE);
+    }
+
+    /// Fails the requests of a broken ring whose completions never come. The kernel may still use their memory, so that
+    /// is lost, and their owners get other memory.
+    fn give_up(&mut self, done: &mut impl FnMut(T, Ended)) {
+        let keys: Vec<usize> = self.requests.iter().map(|(key, _)| key).collect();
+        tracing::error!(
+            requests = keys.len(),
+            "requests of a broken ring do not end; they fail, and their memory is lost"
+        );
+        for key in keys {
+            let Some(buffers) = replacements(&self.requests[key].request.buffers) else { return };
+            let InProgress { request, vectors, owner, .. } = self.requests.remove(key);
+            std::mem::forget((request, vectors));
+            self.in_ring -= 1;
+            let result = Err(io::Error::other("io_uring does not complete the request"));
+            done(owner, Ended::Done(Outcome { result, buffers }));
         }
     }
 
@@ -227,8 +256,10 @@ impl<T> Core<T> {
     pub(super) fn collect(&mut self, mut done: impl FnMut(T, Ended)) -> bool {
         if self.broken {
             self.hand_back(&mut done);
-            if self.in_ring > 0 {
+            if self.in_ring > 0 && self.cancels < CANCELS_MAX {
                 self.cancel();
+            } else if self.in_ring > 0 {
+                self.give_up(&mut done);
             }
         }
         let mut readable = false;
@@ -269,6 +300,15 @@ impl<T> Core<T> {
     pub(super) fn sweep(&mut self) {
         self.registered.sweep(&self.ring);
     }
+}
+
+/// Segments of the same lengths in other memory; `None` if there is none.
+fn replacements(buffers: &SegmentList) -> Option<SegmentList> {
+    let segment = |segment: &Segment| {
+        let pool = BlockPool::new(1, segment.len().max(1)).ok()?;
+        Some(Segment::new(pool.try_take()?, segment.len()))
+    };
+    buffers.iter().map(segment).collect()
 }
 
 impl<T> Drop for Core<T> {

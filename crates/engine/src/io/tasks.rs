@@ -153,7 +153,7 @@ impl State {
             }
         });
         if self.core.is_broken() {
-            // Nothing else announces what is left.
+            // No event announces the remaining requests.
             if self.core.len() > 0 {
                 cx.waker().wake_by_ref();
             }
