@@ -651,6 +651,14 @@ impl Sink<'_> {
         if let Some(count) = self.files.items.rest() {
             rest.push(report(ReportKind::Item, format!("and {count} more")));
         }
+        if self.failed > self.unsupported && self.files.journal.is_some() {
+            let name = journal::name_of(&self.files.job);
+            let message = format!(
+                "the same command tries again where errors may pass; until it succeeds, {} stays in the destination",
+                name.to_string_lossy()
+            );
+            rest.push(Report { path: Vec::new(), ..report(ReportKind::LeftOut, message) });
+        }
         for rest in rest {
             (self.on_report)(&rest);
             if matches!(self.channels, Channels::Take(_)) {
