@@ -1,4 +1,4 @@
-//! Locks by which programs mark a file that they use as a disk: those of Thruway's block service and of qemu.
+//! Locks that mark a file as a disk in use: those of Thruway's block service and of qemu.
 //!
 //! The protocol is qemu's (block/file-posix.c): a locked byte from [`USED`] on is a permission that its holder uses, one
 //! from [`UNSHARED`] on a permission that it does not share.

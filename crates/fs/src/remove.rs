@@ -1,8 +1,8 @@
 //! Removes an entry with all beneath it.
 //!
 //! Iterative, with one descriptor whatever the depth: up again goes by `..`, checked against where the way down began.
-//! Never follows a link, never leaves the file system, and leaves alone what its caller spares, and files that are in
-//! use as disks.
+//! Never follows a link and never leaves the file system. Spares files in use as disks, and the entries that its caller
+//! names.
 
 use crate::{disk_lock, listing};
 use rustix::fs::{AtFlags, Mode, OFlags, Stat};

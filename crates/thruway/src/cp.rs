@@ -76,7 +76,7 @@ pub(crate) struct CpArgs {
     /// Exclude what matches PATTERN; may be repeated
     #[arg(long, value_name = "PATTERN")]
     exclude: Vec<String>,
-    /// Name what would be done and why, without changing anything
+    /// Name each item that would change, with the reason, and change nothing
     #[arg(long, short = 'n')]
     dry_run: bool,
     /// Number of data channels [default: chosen by the path, 2 to 64]
@@ -279,7 +279,7 @@ fn copy(args: &CpArgs, common: &Common, sources: &[Given<'_>], target: &Given<'_
         if job.options.itemize && args.progress == ProgressMode::Auto { ProgressMode::Never } else { args.progress };
     let mut display = Display::start(mode, common.quiet || common.json, &progress);
     match &job.local {
-        // Without filters, that is: what they leave out does not count.
+        // With filters the estimate would count excluded files.
         Local::Sources(local) if display.is_shown() && args.exclude.is_empty() => {
             crate::output::estimate(local.iter().map(|(path, _)| path.clone()).collect(), &progress);
         }

@@ -70,8 +70,7 @@ impl<'a> Demo<'a> {
         Ok(Demo { args, common, dir, program, children: Arc::default() })
     }
 
-    /// Removes the directory when a signal ends the demo. The children end with it: the terminal's keys signal them, too, and
-    /// a copy ends when its daemon has gone.
+    /// Removes the directory when a signal ends the demo, after its children have been killed.
     fn clean_up_on_signals(&self) -> std::io::Result<()> {
         let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP])?;
         let (dir, children) = (self.dir.path().to_path_buf(), Arc::clone(&self.children));
@@ -263,7 +262,7 @@ impl<'a> Demo<'a> {
         let mut command = Command::new(&self.program);
         command.args(["serve", "--json", "--listen", "127.0.0.1:0", "--export"]);
         command.arg(format!("demo={}", dir.display())).stdout(Stdio::piped());
-        // The copy that is killed is no news.
+        // The daemon would warn of the copy that is killed.
         if self.common.verbose == 0 && std::env::var_os("THRUWAY_LOG").is_none() {
             command.env("THRUWAY_LOG", "error");
         }

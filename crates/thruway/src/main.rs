@@ -38,7 +38,7 @@ struct Cli {
 enum Command {
     /// Copy files and directory trees between hosts
     Cp(Box<cp::CpArgs>),
-    /// List or remove what interrupted copies have left in a directory
+    /// List or remove leftovers of interrupted copies
     Clean(clean::CleanArgs),
     /// List an export or a directory
     Ls(ls::LsArgs),

@@ -280,7 +280,7 @@ impl Reader<'_> {
         self.mistakes.push(Diagnostic { span, what: what.into() });
     }
 
-    /// Notes where something is said, for later mistakes.
+    /// Records the offset of an entry, for later error messages.
     fn place(&mut self, what: String, span: Range<usize>) {
         self.file.lines.insert(what, span.start);
     }

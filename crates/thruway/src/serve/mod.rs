@@ -370,8 +370,8 @@ fn supervise(
     result
 }
 
-/// Has the services read their files again, and reports what is applied, what needs a restart, and what is wrong.
-/// `started`: the configuration file and what it said when the daemon was started.
+/// Reloads the services, and reports applied changes, changes that need a restart, and mistakes. `started`: the
+/// configuration file and its content at the start.
 fn reload(services: &[Box<dyn Service>], started: &mut Option<(&Path, config::File)>) {
     let mut wrong = false;
     for service in services {
