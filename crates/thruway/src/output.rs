@@ -102,7 +102,8 @@ fn describe(progress: &Progress, elapsed: Duration) -> String {
     let rate = bytes as f64 / elapsed.as_secs_f64().max(0.001);
     let done = bytes + if estimate > 0 { get(&progress.resumed) } else { 0 };
     let known = estimate > 0 || progress.total_known.load(Ordering::Relaxed);
-    let total = if estimate > 0 { estimate } else { get(&progress.total_bytes) };
+    // Names and attributes are moved, too, and are not in the total.
+    let total = if estimate > 0 { estimate.max(done) } else { get(&progress.total_bytes) };
     let mut text = units::size(done);
     match known {
         _ if total < done.max(1) => {}
@@ -171,6 +172,8 @@ mod tests {
         progress.resumed.store(30 << 20, Ordering::Relaxed);
         progress.estimate.store(240 << 20, Ordering::Relaxed);
         assert_eq!(of(10), "40 MiB of 240 MiB, 17 %, 1 MiB/s, 1 file, 3 min left");
+        progress.estimate.store(39 << 20, Ordering::Relaxed);
+        assert_eq!(of(10), "40 MiB of 40 MiB, 100 %, 1 MiB/s, 1 file, 0 s left");
         assert_eq!(duration(7500.0), "2 h 5 min");
     }
 }
