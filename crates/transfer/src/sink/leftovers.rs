@@ -21,7 +21,9 @@ use thruway_fs::listing;
 use thruway_fs::walk::{Visit, Walk};
 
 /// Names of a destination that are searched for leftovers when a copy begins.
-const SURVEY_MAX: usize = 100_000;
+const SURVEY_MAX: usize = 10_000;
+/// Journals of other jobs that are examined when a copy begins.
+const JOURNALS_MAX: usize = 16;
 /// Leftovers that are named when a copy begins.
 const NAMED_MAX: usize = 4;
 
@@ -180,6 +182,9 @@ pub(super) fn survey(root: &OwnedFd, own: &[u8; 16]) -> Option<String> {
         if temporary_of(name.to_bytes()).is_some() {
             let stat = rustix::fs::statat(root, &name, AtFlags::SYMLINK_NOFOLLOW);
             temporaries.extend(stat.ok().map(|stat| (name, stat)));
+        } else if journals.len() >= JOURNALS_MAX {
+            // Of thousands of jobs in one directory each would examine the files of all others.
+            break;
         } else if job_of(name.to_bytes()).is_some_and(|job| job != *own)
             && let Some((journal, stat)) = open_journal(root, &name)
         {
