@@ -180,14 +180,16 @@ fn install<'a>(packages: impl Iterator<Item = &'a str>) -> Result<(), String> {
 }
 
 /// What `programs` runs: a command, and the package that has it, if nothing else does.
-const PROGRAMS: [(&str, &str); 15] = [
+const PROGRAMS: [(&str, &str); 17] = [
     ("curl", "curl"),
+    ("g++", "g++"),
     ("javac", "default-jdk-headless"),
     ("go", "golang-go"),
     ("memccapable", "libmemcached-tools"),
     ("mpicc", "libopenmpi-dev"),
     ("memcached", "memcached"),
     ("/usr/sbin/nginx", "nginx-light"),
+    ("npm", "npm"),
     ("mpirun", "openmpi-bin"),
     ("ssh", "openssh-client"),
     ("/usr/sbin/sshd", "openssh-server"),
@@ -201,10 +203,7 @@ const PROGRAMS: [(&str, &str); 15] = [
 /// Real programs by `thruway run`, all or some.
 fn programs(names: &[&str]) -> Result<(), String> {
     install(PROGRAMS.into_iter().filter(|(command, _)| !has(command)).map(|(_, package)| package))?;
-    install(
-        ["g++", "libboost1.81-dev", "liburing-dev", "netpipe-tcp", "npm", "python3-venv", "qperf", "redis-server"]
-            .into_iter(),
-    )?;
+    install(["libboost1.81-dev", "liburing-dev", "netpipe-tcp", "python3-venv", "qperf", "redis-server"].into_iter())?;
     let (redis_py, node) = (redis_py()?, node()?);
     run("release program", "cargo", &["build", "--release", "--quiet", "-p", "thruway", "-p", "thruway-preload"])?;
     let script = ["crates/thruway/tests/sockets/programs.py", "target/release/thruway"];
