@@ -141,12 +141,17 @@ fn leftovers_of_another_command_are_named_and_cleaned() {
     let (big, served) = (big_file(&lab, 32 * MIB), lab.mkdir("served"));
     let daemon = lab.serve(&served);
     let mut child = thruway(lab.dir.path())
-        .args(["cp", "--bwlimit", "20M"])
+        .args(["cp", "--bwlimit", "4M"])
         .args([big.as_os_str(), &daemon.url("e/copy")])
         .stderr(Stdio::piped())
         .spawn()
         .unwrap();
     until_recorded(&served, 4 * MIB);
+    let signal = |name: &str| {
+        assert!(Command::new("kill").args([name, &child.id().to_string()]).status().unwrap().success());
+    };
+    // It does not end meanwhile, however busy the machine is.
+    signal("-STOP");
     // A running copy is left alone.
     let clean = |extra: &[&str]| {
         let out = thruway(lab.dir.path()).args(["clean", "--json"]).args(extra).arg(&served).output().unwrap();
@@ -156,7 +161,8 @@ fn leftovers_of_another_command_are_named_and_cleaned() {
     for row in clean(&["--delete"]) {
         assert_eq!((&row["state"], &row["removed"]), (&"in use".into(), &false.into()), "{row}");
     }
-    assert!(Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap().success());
+    signal("-INT");
+    signal("-CONT");
     let mut said = String::new();
     child.stderr.take().unwrap().read_to_string(&mut said).unwrap();
     assert_eq!(std::os::unix::process::ExitStatusExt::signal(&child.wait().unwrap()), Some(2), "{said}");
