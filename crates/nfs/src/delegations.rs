@@ -35,13 +35,14 @@ pub(crate) trait Holder: Send + Sync {
     /// Ends it.
     fn end_change(&self, file: &FileIdentity);
 
-    /// Whether a client keeps what it has written to a file, which another is to see; it has been recalled then.
+    /// True if another client than this has a file delegated for writing, so that its size and times here may be old. Recalls the
+    /// delegation.
     fn is_kept(&self, file: &FileIdentity, client: Option<u64>) -> bool;
 
-    /// Whether clients may still have back what they had before a restart.
+    /// True while clients may still reclaim state of before a restart.
     fn is_grace(&self) -> bool;
 
-    /// As [`Holder::begin_change`], for one who reads, whom only what is delegated for writing concerns.
+    /// As [`Holder::begin_change`], for a reader: only delegations for writing conflict with it.
     fn look(&self, file: FileIdentity, client: Option<u64>) -> Op<'_, ()>;
 }
 
@@ -90,12 +91,15 @@ impl Drop for Change {
 }
 
 impl Target<'_> {
-    /// The identity of the file.
+    /// Identity of the file.
     pub(crate) fn key(&self) -> FileIdentity {
         self.share.identity(&self.file)
     }
 
-    /// Refuses to remove names while clients may still reclaim files, which may have no other: `EAGAIN`.
+    /// Refuses the removal of names in the grace period: clients may still reclaim files that have no other name.
+    ///
+    /// # Errors
+    /// `EAGAIN` in the grace period.
     pub(crate) fn check_grace(&self) -> Result<()> {
         let is_grace = self.share.delegations.0.get().is_some_and(|held| held.holder.is_grace());
         if is_grace { Err(Errno::AGAIN) } else { Ok(()) }

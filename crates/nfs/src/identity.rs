@@ -1,4 +1,4 @@
-//! Identity of files and file systems: one for handles, for the state of clients, and for attributes.
+//! Identity of files and file systems, shared by handles, client state and attributes.
 
 use crate::file_system::FileId;
 use rustix::fs::Mode;
@@ -8,17 +8,17 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard};
 use thruway_fs::{Superblock, durable};
 
-/// A file, whatever its names are and whatever share it is reached by.
+/// Identity of a file, independent of its names and of the share.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct FileIdentity {
-    /// The number of its file system ([`FileSystem::fsid`](crate::file_system::FileSystem::fsid)): no two file systems that are served
-    /// at a time have the same one.
+    /// Number of its file system ([`FileSystem::fsid`](crate::file_system::FileSystem::fsid)), unique among the file systems that are
+    /// served at the same time.
     pub file_system: u64,
-    /// The file in that: the kernel's handle, in which are subvolume, inode and generation.
+    /// The kernel's handle of the file: subvolume, inode and generation.
     pub file: FileId,
 }
 
-/// The number of a subvolume for clients, of which the whole has the number `of`.
+/// Number of a subvolume as clients see it; `of` is the number of the whole. Subvolume 0 has the number `of` itself.
 pub(crate) fn subvolume_number(of: u64, subvolume: u64) -> u64 {
     if subvolume == 0 {
         return of;
@@ -28,10 +28,10 @@ pub(crate) fn subvolume_number(of: u64, subvolume: u64) -> u64 {
     u64::from_be_bytes(*hasher.finalize().as_bytes().first_chunk().expect("a hash is longer"))
 }
 
-/// Numbers of file systems: random, the same for all shares of one file system, and kept in a file.
+/// Random numbers of file systems, stored in a file. All shares of one file system have the same number.
 ///
-/// A file system is found again by the UUID that is stored in it, for each share by itself, whatever device it is on by then. So two
-/// copies of one file system, which have one UUID, have two numbers.
+/// After a restart, the UUID stored in a file system identifies it, whatever its device. The table has one entry per share, so two
+/// copies of one file system, with the same UUID, keep two numbers.
 pub struct FileSystemNumbers {
     path: PathBuf,
     table: Mutex<Table>,
@@ -39,9 +39,9 @@ pub struct FileSystemNumbers {
 
 #[derive(Default)]
 struct Table {
-    /// By the name of the share.
+    /// Number and UUID of each share's file system, by name of the share.
     known: BTreeMap<String, Known>,
-    /// Numbers of this run, by [`Superblock::device`].
+    /// Numbers in use in this run, by [`Superblock::device`].
     in_use: HashMap<u64, u64>,
     is_changed: bool,
 }
@@ -55,7 +55,7 @@ struct Known {
 /// First line of the file.
 const HEADER: &str = "thruway NFS file systems 1";
 
-/// Shares that are remembered, those that are not served any more included.
+/// Most shares in the file, including those that are no longer served.
 const SHARES_MAX: usize = 4096;
 
 fn encode(known: &BTreeMap<String, Known>) -> String {
@@ -104,10 +104,10 @@ impl Table {
 }
 
 impl FileSystemNumbers {
-    /// Reads the file; without one, all file systems are new.
+    /// Reads the file. Without one, every file system gets a new number.
     ///
     /// # Errors
-    /// The system's; of kind `InvalidData` if the file is damaged.
+    /// I/O errors of the file; of kind `InvalidData` if it is damaged.
     pub fn load(path: &Path) -> io::Result<FileSystemNumbers> {
         let damaged = || {
             io::Error::new(
@@ -129,7 +129,7 @@ impl FileSystemNumbers {
         self.table.lock().expect("no panics under the lock")
     }
 
-    /// Chooses the numbers of these shares' file systems: each keeps the one that any of its shares had.
+    /// Chooses the numbers of these shares' file systems. A file system keeps the number that any of its shares had before.
     pub fn assign<'a>(&self, shares: impl IntoIterator<Item = (&'a str, &'a Superblock)>) {
         let mut table = self.table();
         let (known, new): (Vec<_>, Vec<_>) =
@@ -139,15 +139,15 @@ impl FileSystemNumbers {
         }
     }
 
-    /// The number of the file system that a share is on.
+    /// Number of a share's file system; chooses one if there is none yet.
     pub fn number_of(&self, share: &str, superblock: &Superblock) -> u64 {
         self.table().number_of(share, superblock)
     }
 
-    /// Brings the numbers to the medium, if there are new ones; to be called before clients get handles.
+    /// Writes new numbers to stable storage. Must be called before clients get handles.
     ///
     /// # Errors
-    /// The system's.
+    /// I/O errors of the write.
     pub fn store(&self) -> io::Result<()> {
         let mut table = self.table();
         if table.is_changed {
@@ -176,19 +176,19 @@ mod tests {
         let copy = numbers.number_of("copy", &on(2, b"disk"));
         assert!(a == b && a != copy);
         numbers.store().unwrap();
-        // After a restart, the disk and its copy have other devices.
+        // After a restart, the disk and its copy have other device numbers.
         let numbers = load();
         assert_eq!(numbers.number_of("copy", &on(1, b"disk")), copy);
         assert_eq!([numbers.number_of("a", &on(7, b"disk")), numbers.number_of("b", &on(7, b"disk"))], [a, a]);
-        // One of two shares is on the copy now.
+        // One of the two shares is on the copy now.
         let numbers = load();
         let moved = numbers.number_of("b", &on(2, b"disk"));
         assert_ne!(numbers.number_of("a", &on(7, b"disk")), moved);
-        // A new share on the disk, whatever the order.
+        // A new share of the disk gets the number of the disk, in any order.
         let numbers = load();
         numbers.assign([("new", &on(7, b"disk")), ("a", &on(7, b"disk"))]);
         assert_eq!([numbers.number_of("new", &on(7, b"disk")), numbers.number_of("a", &on(7, b"disk"))], [a, a]);
-        // Another disk with the name of a share.
+        // A different disk under the name of a known share.
         assert_ne!(load().number_of("a", &on(7, b"other")), a);
     }
 

@@ -1,7 +1,7 @@
 //! Shares of files: NFS in user space.
 //!
 //! - [`file_system`]: what a file system is, and directories of this host.
-//! - [`identity`]: which file is which, for handles, for the state of clients and for attributes.
+//! - [`identity`]: identity of files and file systems, for handles, client state and attributes.
 //! - [`share`]: file systems with names, file handles, and whom the users of clients count as; [`rules`] for clients.
 //! - [`delegations`]: files that clients keep, and others wait for.
 //! - [`acl`]: access control lists, of both kinds.

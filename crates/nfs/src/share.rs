@@ -41,7 +41,7 @@ pub struct Share {
     pub(crate) delegations: Delegations,
     /// See [`Share::number`].
     number: [u8; 4],
-    /// Key of the codes of its handles ([`Shares::new`]).
+    /// Key of the codes in its handles; set by [`Shares::new`].
     handle_key: [u8; 32],
 }
 
@@ -148,17 +148,18 @@ impl Share {
         })
     }
 
-    /// The identity of one of its files.
+    /// Identity of one of its files.
     pub(crate) fn identity(&self, file: &FileId) -> FileIdentity {
         FileIdentity { file_system: self.files.fsid(), file: file.clone() }
     }
 
-    /// Tells it from the other shares, also after a restart.
+    /// Number that distinguishes it from the other shares, also after a restart.
     pub(crate) fn number(&self) -> [u8; 4] {
         self.number
     }
 
-    /// The key of its handles' codes, which is of its directory as well: another directory with the share's name has other handles.
+    /// Derives the key of the codes in its handles. The key depends on the directory: another directory with the same share name has
+    /// other handles.
     fn derive_handle_key(&self, key: &[u8; 32]) -> [u8; 32] {
         let FileIdentity { file_system, file: root } = self.identity(&self.files.root());
         let mut hasher = blake3::Hasher::new_keyed(key);
@@ -166,7 +167,7 @@ impl Share {
         *hasher.finalize().as_bytes()
     }
 
-    /// The code of a handle.
+    /// Code in the handle of a file.
     fn handle_code(&self, file: &[u8]) -> [u8; CODE] {
         let hash = blake3::keyed_hash(&self.handle_key, file);
         *hash.as_bytes().first_chunk().expect("a hash is longer")
@@ -190,12 +191,12 @@ pub type FileHandle = SmallVec<[u8; 64]>;
 /// Most bytes of a handle: what version 3 allows.
 pub const HANDLE_MAX: usize = 64;
 
-/// 2: with the number of the file system; the code is also of that and of the share's directory.
+/// Version 2 has the number of the file system; the code covers that number and the directory of the share.
 const HANDLE_VERSION: u8 = 2;
-/// Version, share, number of the file system, and code.
+/// Bytes of version, share, number of the file system, and code.
 const HANDLE_HEADER: usize = 1 + 4 + 8 + CODE;
 const CODE: usize = 8;
-/// Handles of 0.1, which had no number of the file system.
+/// Version of the handles of release 0.1, without the number of the file system.
 const EARLIER_VERSION: u8 = 1;
 const _: () = assert!(HANDLE_HEADER + FILE_ID_MAX <= HANDLE_MAX);
 
@@ -366,7 +367,7 @@ impl Shares {
         let (header, file) = handle.split_at_checked(HANDLE_HEADER).ok_or(HandleError::Malformed)?;
         match header[0] {
             HANDLE_VERSION if file.len() <= FILE_ID_MAX => {}
-            // Clients keep handles for years.
+            // Clients may keep handles of release 0.1 for years.
             EARLIER_VERSION => return Err(HandleError::Stale),
             _ => return Err(HandleError::Malformed),
         }

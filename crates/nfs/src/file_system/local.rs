@@ -64,7 +64,7 @@ struct Inner {
     path: PathBuf,
     root_is_gone: AtomicBool,
     fsid: u64,
-    /// If the file system has any.
+    /// Subvolume of the root directory; `None` on file systems without subvolumes.
     subvolume_of_root: Option<u64>,
     /// Operations run as their user; else as this process.
     acts_as_others: bool,
@@ -89,9 +89,9 @@ struct Inner {
     telling: RwLock<()>,
     /// Files that clients may have open; each holds up to three descriptors.
     open_max: usize,
-    /// Copies and changes of storage, which take long.
+    /// Turns for copies and changes of storage, which take long.
     copies: Turns,
-    /// Listings, which take much of a processor.
+    /// Turns for listings, which take much processor time.
     listings: Turns,
     /// Leases, each of which holds a descriptor.
     leases: Arc<Semaphore>,
@@ -133,20 +133,20 @@ fn timespec(set: Option<SetTime>) -> Timespec {
     }
 }
 
-/// Copies and changes of storage: they must not take all threads from what is short. Hosts take turns.
+/// Limits of copies and changes of storage, which must leave threads for short operations. Hosts take turns.
 const COPIES: Limits = Limits { all: 4, per_origin: 2, waiting: WAITING_MAX, patience: PATIENCE };
 
-/// Listings in progress: threads that list compete with the reactors for processors.
+/// Limits of listings in progress: threads that list compete with the reactors for processors.
 const LISTINGS: Limits = Limits { all: 4, per_origin: 2, waiting: WAITING_MAX, patience: PATIENCE };
 
-/// Calls that wait for their turn, and for how long; the clients of others ask again.
+/// Most calls that wait for their turn, and their longest wait. Clients of other calls must try again.
 const WAITING_MAX: usize = 16 << 10;
 const PATIENCE: Duration = Duration::from_secs(20);
 
 /// Most leases at a time.
 const LEASES_MAX: usize = 4096;
 
-/// The inode number of the directory of a subvolume (`BTRFS_FIRST_FREE_OBJECTID`).
+/// Inode number of the root directory of a subvolume (`BTRFS_FIRST_FREE_OBJECTID`).
 const BTRFS_ROOT_INODE: u64 = 256;
 
 /// Most bytes of an extended attribute, and of the names of all of a file (`XATTR_SIZE_MAX` of the kernel).
@@ -214,7 +214,7 @@ impl Inner {
         result
     }
 
-    /// The subvolume of a file; 0 for that of the root.
+    /// Subvolume of a file; 0 for the subvolume of the root directory.
     fn subvolume(&self, id: &FileId) -> u64 {
         let Some(of_root) = self.subvolume_of_root else { return 0 };
         let subvolume = Handle::decode(&id.0).and_then(|handle| handle.subvolume());
@@ -236,7 +236,7 @@ impl Inner {
             fsid: self.fsid,
             subvolume,
             number: stat.stx_ino,
-            // As in listings.
+            // The number that listings have.
             number_in_parent: if is_root_of_subvolume { subvolume } else { stat.stx_ino },
             accessed: time_of(stat.stx_atime),
             modified: time_of(stat.stx_mtime),
@@ -440,8 +440,8 @@ pub struct LocalOptions {
     pub path_table: Option<PathBuf>,
     /// How many directories share this process's descriptors.
     pub directories: u64,
-    /// The numbers of this server's file systems, and the name of the share. Without them, handles are stale when the file system
-    /// is on another device.
+    /// Numbers of this server's file systems, and the name of the share. Without them, handles become stale when the device number of
+    /// the file system changes.
     pub numbers: Option<(Arc<FileSystemNumbers>, String)>,
 }
 
@@ -530,7 +530,7 @@ impl LocalFileSystem {
         self.workers.run(move || job(&inner)).await
     }
 
-    /// Which of these rights a user has; asked on the reactor only if the file system need not ask another host.
+    /// Those of the wanted rights that a user has. Checked on the reactor if the file system is local, otherwise by a worker.
     async fn rights_to(&self, who: &Credentials, node: &Arc<Node>, wanted: Rights) -> Result<Rights> {
         let ask = move |inner: &Inner, who: &Credentials, node: &Node| {
             let has = |wanted: bool, right| wanted && inner.has_right(who, node, right);
@@ -547,7 +547,7 @@ impl LocalFileSystem {
         self.work(move |inner| Ok(ask(inner, &who, &node))).await
     }
 
-    /// A turn for something that takes long. `EAGAIN` after too long a wait, upon which clients ask again.
+    /// Waits for a turn for a long operation. Fails with `EAGAIN` after too long a wait; clients then try again.
     async fn turn(&self, turns: &Turns) -> Result<Turn> {
         turns.take(caller::current().unwrap_or(Origin::UnknownUser)).await.ok_or(Errno::AGAIN)
     }

@@ -83,11 +83,11 @@ pub struct Attributes {
     pub device: (u32, u32),
     /// The file system that it is in.
     pub fsid: u64,
-    /// The part of the file system that it is in: 0 for that of the root directory. Numbers of files are unique within one.
+    /// Its subvolume; 0 for the subvolume of the root directory. File numbers are unique within a subvolume.
     pub subvolume: u64,
-    /// Its number in that.
+    /// Its number in the subvolume.
     pub number: u64,
-    /// Its number in the directory that it is in, which differs from `number` for the directory of a subvolume.
+    /// Its number in listings of its directory; differs from `number` for the root directory of a subvolume.
     pub number_in_parent: u64,
     /// Last read.
     pub accessed: Time,
@@ -160,8 +160,8 @@ pub enum Make {
     Special(Kind, u32, u32),
 }
 
-/// The times in which the number of an exclusive creation is kept (RFC 1813, section 3.3.8): 31 bits of each half as seconds, which every
-/// file system has, and the highest bit as half a second.
+/// Times that store the verifier of an exclusive creation (RFC 1813, section 3.3.8). Of each half, 31 bits are stored as seconds, which
+/// every file system has, and the highest bit as half a second.
 fn exclusive_times(number: [u8; 8]) -> (Time, Time) {
     let [a, b, c, d, e, f, g, h] = number;
     let time = |bytes| {
@@ -327,11 +327,11 @@ pub trait FileSystem: Send + Sync {
     /// Its root directory.
     fn root(&self) -> FileId;
 
-    /// Tells it from others: two that have files in common have one number, and no others do. It is [`Attributes::fsid`], and part of
-    /// handles, which are stale when it changes.
+    /// Number of the file system: the same for two that have files in common, and different for all others. It is
+    /// [`Attributes::fsid`] and part of handles, which become stale when it changes.
     fn fsid(&self) -> u64;
 
-    /// Files that may be open at a time, if there is a limit. It is shared out between the hosts of clients.
+    /// Limit of files open at the same time, if there is one. The hosts of clients share it.
     fn open_files_max(&self) -> Option<usize> {
         None
     }

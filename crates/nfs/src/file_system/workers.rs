@@ -1,6 +1,6 @@
 //! Threads for what may wait: file systems do not change directories without waiting for one another.
 //!
-//! Hosts take turns: the jobs of one host wait for one another, and not those of others for them.
+//! Hosts take turns: the jobs of one host delay each other, but not the jobs of other hosts.
 
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -14,7 +14,8 @@ use tokio::sync::oneshot;
 /// Threads at a time.
 const THREADS_MAX: usize = 64;
 
-/// Jobs in progress: as many as there are threads, and fewer of one host. Calls of a connection are limited, so jobs are not refused.
+/// Limits of jobs in progress: one for each thread, and fewer for one host. Calls of a connection are limited, so jobs are never
+/// refused.
 const LIMITS: Limits =
     Limits { all: THREADS_MAX, per_origin: THREADS_MAX * 3 / 4, waiting: usize::MAX, patience: Duration::MAX };
 
@@ -34,9 +35,9 @@ struct Shared {
 }
 
 struct State {
-    /// Jobs of clients.
+    /// Jobs of clients that wait for their turn.
     queue: FairQueue<Job>,
-    /// Jobs that may begin, with the host whose turn they take; those of the daemon itself take none.
+    /// Jobs that may begin, each with the host that it counts for; `None` for jobs of the daemon itself.
     ready: VecDeque<(Option<Origin>, Job)>,
     threads: usize,
     idle: usize,
@@ -186,7 +187,7 @@ mod tests {
                 caller::on_behalf_of(one, workers.run(move || drop(wait.lock().map(|wait| wait.recv()))))
             });
             let mut many = std::pin::pin!(futures_util::future::join_all(many));
-            // They have all been asked for, and none ends.
+            // All jobs are queued or in progress, and none ends.
             assert!(many.as_mut().now_or_never().is_none());
             for n in 0..10 {
                 assert_eq!(caller::on_behalf_of(other, workers.run(move || n)).await, n);

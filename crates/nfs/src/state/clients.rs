@@ -9,8 +9,8 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
 use thruway_tcp::Origin;
 
-/// Who has made a client, as far as it is proved: the user of its credential, or the principal of Kerberos, if that has one, and whose certificate its
-/// connection had.
+/// Identity of the creator of a client: the user of the credential or, with Kerberos, the principal. Includes the certificate of the
+/// connection, if there was one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Principal {
     pub user: Option<u32>,
@@ -20,11 +20,11 @@ pub(crate) struct Principal {
     pub certificate: Option<[u8; 16]>,
 }
 
-/// Clients in stable storage, which may reclaim after a restart what they had, with who made them.
+/// Clients for stable storage, with their principals. They may reclaim after a restart.
 pub(crate) type Records = BTreeMap<ClientName, Principal>;
 
 impl Principal {
-    /// Nobody in particular, as which hosts of version 3 have their locks.
+    /// Empty principal, for the locks of version 3 hosts.
     pub(super) const NONE: Principal = Principal { user: None, kerberos: None, certificate: None };
 
     pub(crate) fn new(user: Option<u32>, kerberos: Option<&str>, names: &[String]) -> Principal {
@@ -95,9 +95,9 @@ pub(super) struct Client {
     created: Option<Box<[u8]>>,
     pub lease: Arc<Lease>,
     pub sessions: usize,
-    /// It has reclaimed what it had, and so it may have something new; it stands in stable storage.
+    /// It has finished reclaiming, so it may get new state; it is in the list for stable storage.
     pub has_reclaimed: bool,
-    /// [`State::records`] since it does.
+    /// Number of the first list ([`State::records`]) that has it.
     record: u64,
     /// What it has is being given up.
     is_given_up: bool,
@@ -321,7 +321,7 @@ impl State {
         Ok(Exchange { client, sequence: 1, is_confirmed: false })
     }
 
-    /// Refuses a client whose name is another's who may still come back after the restart.
+    /// Refuses a client with the name of an earlier client of another principal, which may still reclaim after the restart.
     pub(super) fn check_maker(&mut self, now: u64, name: &ClientName, maker: Principal) -> Result<(), Status> {
         let is_free = !self.is_grace(now) || self.grace.before.get(name).is_none_or(|before| *before == maker);
         if is_free { Ok(()) } else { Err(Status::CLID_INUSE) }
@@ -356,7 +356,7 @@ impl State {
         Ok(NewSession::Make(self.confirm(now, id)))
     }
 
-    /// Forgets a client that has not confirmed within a lease time that it is there (RFC 8881, section 18.35.4).
+    /// Removes a client that was not confirmed within a lease time (RFC 8881, section 18.35.4).
     pub(super) fn forget_unconfirmed(&mut self, now: u64, id: u64) {
         if self.clients.get(&id).is_some_and(|client| !client.is_confirmed && self.is_expired(now, client)) {
             self.remove_client(id);
@@ -420,10 +420,10 @@ impl State {
     pub(crate) fn is_grace(&mut self, now: u64) -> bool {
         let is_over = self.grace.waiting.is_empty() || now >= self.grace.until;
         if is_over && !self.grace.before.is_empty() {
-            // Clients without sessions do not say that this was all.
+            // Clients without sessions send no RECLAIM_COMPLETE.
             let reclaimed = |client: &&mut Client| client.name.kind != Kind::WithSessions && !client.held.is_empty();
             self.records += 1;
-            // Those who have not come back must not reclaim, after another restart, what others get from now on.
+            // From now on others may get conflicting state, so clients that have not reclaimed must not do so after another restart.
             self.records_for_all = self.records;
             for client in self.clients.values_mut().filter(reclaimed) {
                 (client.has_reclaimed, client.record) = (true, self.records);
@@ -434,8 +434,8 @@ impl State {
         !is_over
     }
 
-    /// Whether a client may have something new; not before [`State::records`] of this number are stored: the client itself must stand
-    /// there, and those who have not come back in time must not.
+    /// Checks that a client may get new state. Returns the number of the list ([`State::records`]) that must be stored before. That
+    /// list has the client, and no client that has not reclaimed in time.
     pub(crate) fn may_begin(&mut self, now: u64, client: u64) -> Result<u64, Status> {
         let is_grace = self.is_grace(now);
         let Some(client) = self.clients.get_mut(&client) else { return Ok(self.records_for_all) };
@@ -450,7 +450,8 @@ impl State {
         if is_grace || !client.has_reclaimed { Err(Status::GRACE) } else { Ok(needed) }
     }
 
-    /// Whether a client may have back what it had: it stands in stable storage as made by the same.
+    /// Checks that a client may reclaim: the stored list has it, with the same principal. Returns the number of the list that must be
+    /// stored before.
     pub(crate) fn may_reclaim(&mut self, now: u64, client: u64) -> Result<u64, Status> {
         let is_grace = self.is_grace(now);
         let Some(client) = self.clients.get(&client) else { return Err(Status::NO_GRACE) };
@@ -461,7 +462,7 @@ impl State {
         }
     }
 
-    /// RECLAIM_COMPLETE for all file systems. The client must stand in stable storage before it is answered.
+    /// RECLAIM_COMPLETE for all file systems. The client must be in stable storage before the reply is sent.
     pub(crate) fn reclaim_complete(&mut self, now: u64, id: u64) -> Result<(), Status> {
         let next = self.records + 1;
         let client = self.with_sessions(id)?;
@@ -476,7 +477,7 @@ impl State {
         Ok(())
     }
 
-    /// Which clients are to stand in stable storage, and the number of this state of affairs.
+    /// Number of the current list of clients for stable storage, and the list.
     pub(crate) fn records(&mut self, now: u64) -> (u64, Records) {
         self.retire_monitored(now);
         let mut records = self.grace.before.clone();

@@ -16,11 +16,11 @@ use thruway_tcp::Origin;
 /// A file that is delegated.
 pub(super) struct Delegation {
     pub client: u64,
-    /// The host of the client.
+    /// Host of the client.
     origin: Origin,
     pub file: FileIdentity,
     pub is_write: bool,
-    /// The user who opened the file, and whose rights were checked.
+    /// User that opened the file and passed the check of its rights.
     uid: u32,
     /// As the client calls it.
     handle: Box<[u8]>,
@@ -42,7 +42,7 @@ impl Delegation {
 /// What is to be delegated.
 pub(crate) struct Delegated {
     pub is_write: bool,
-    /// The user who has just opened the file.
+    /// User that has just opened the file.
     pub uid: u32,
     pub handle: Box<[u8]>,
     pub lease: OpenGuard,
@@ -56,7 +56,7 @@ pub(crate) struct Recalled {
     pub handle: Box<[u8]>,
     /// Only clients wait for it.
     pub is_write: bool,
-    /// For so long others may still wait for the delegations of its host.
+    /// Time in milliseconds that others may still wait for delegations of its host.
     pub time_left_ms: u64,
 }
 
@@ -154,7 +154,7 @@ impl State {
         Err(refused)
     }
 
-    /// The file is not delegated again for some time.
+    /// Keeps the file from being delegated again for [`RECENT_MS`].
     fn note_recent(&mut self, now: u64, file: &FileIdentity) {
         self.recent.retain(|_, recalled| now < *recalled + RECENT_MS);
         self.recent.insert(file.clone(), now);
@@ -288,7 +288,7 @@ impl State {
         }
     }
 
-    /// Checks an OPEN by a delegation (`CLAIM_DELEGATE_CUR`). True if this user's rights were checked when the file was delegated.
+    /// Checks an OPEN by a delegation (`CLAIM_DELEGATE_CUR`). True if the rights of this user were checked at the delegation.
     pub(crate) fn check_delegated(
         &self,
         client: u64,
@@ -305,7 +305,7 @@ impl State {
         }
     }
 
-    /// As [`State::access`], under a delegation: the rights of other users than the one who opened the file are not known.
+    /// As [`State::access`], under a delegation. False for users other than the opener of the file: their rights are not known.
     pub(super) fn access_delegated(delegation: &Delegation, uid: u32, is_write: bool) -> Result<bool, Status> {
         if is_write && !delegation.is_write { Err(Status::OPENMODE) } else { Ok(delegation.uid == uid) }
     }

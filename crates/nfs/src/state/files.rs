@@ -34,16 +34,16 @@ pub(super) enum Held {
 /// A file that an owner has open.
 pub(super) struct Open {
     pub client: u64,
-    /// The host of the client.
+    /// Host of the client.
     origin: Origin,
     owner: Owner,
     pub file: FileIdentity,
     seqid: u32,
     pub access: u32,
     deny: u32,
-    /// Bit `4 * access + deny` of each combination that was opened: only their unions can be downgraded to.
+    /// Bit `4 * access + deny` for each combination of modes that was opened. OPEN_DOWNGRADE accepts only unions of these.
     opened: u16,
-    /// The user whose rights to all of `access` were checked; none if several users share this open.
+    /// User that passed the check for all of `access`; `None` if several users share this open.
     uid: Option<u32>,
     /// Its owner may be made up from an old message (RFC 7530, section 9.1.11).
     pub is_unconfirmed: bool,
@@ -52,19 +52,19 @@ pub(super) struct Open {
     pub holders: HashSet<u64>,
 }
 
-/// The bit of a combination of modes in [`Open::opened`].
+/// Bit of a combination of modes in [`Open::opened`].
 fn combination((access, deny): Modes) -> u16 {
     1 << (4 * access + deny)
 }
 
-/// The bits of all combinations within these modes.
+/// Bits of all combinations within these modes.
 fn within(modes: Modes) -> u16 {
     let all = (0..4).flat_map(|access| (0..4).map(move |deny| (access, deny)));
     let inside = all.filter(|(access, deny)| access & !modes.0 == 0 && deny & !modes.1 == 0);
     inside.map(combination).fold(0, |bits, bit| bits | bit)
 }
 
-/// All modes of some combinations.
+/// Union of the modes of these combinations.
 fn union(combinations: u16) -> Modes {
     let all = (0..16_u32).filter(|bit| combinations >> bit & 1 == 1);
     all.fold((0, 0), |(access, deny), bit| (access | (bit / 4), deny | (bit % 4)))
@@ -130,11 +130,11 @@ pub(super) struct FileState {
     opens: Opens,
     /// Owners of locks, by client and name.
     pub holders: HashMap<(u64, Owner), u64>,
-    /// Those of version 3 among them.
+    /// Number of `holders` of version 3.
     monitored: usize,
-    /// Opens and owners of locks, by the hosts of their clients.
+    /// Number of opens and lock owners, by host of their clients.
     by_origin: HashMap<Origin, usize>,
-    /// The host whose client has opened the file first, while it is open or delegated.
+    /// Host of the client that opened the file first; `None` when the file is neither open nor delegated.
     opened_by: Option<Origin>,
     pub locks: Locks,
     /// Waits for locks.
@@ -199,17 +199,17 @@ impl FileState {
         &self.opens
     }
 
-    /// Opens, and owners of locks.
+    /// Number of opens and lock owners.
     pub(super) fn held(&self) -> usize {
         self.opens.len() + self.holders.len()
     }
 
-    /// Those of the clients of one host.
+    /// Number of opens and lock owners of one host.
     pub(super) fn held_of(&self, origin: Origin) -> usize {
         self.by_origin.get(&origin).copied().unwrap_or(0)
     }
 
-    /// Whether a client of version 3 has locked any of it.
+    /// True if a client of version 3 has locked any of the file.
     pub(super) fn is_locked_by_monitored(&self) -> bool {
         self.monitored > 0
     }
@@ -219,7 +219,7 @@ impl FileState {
         self.opened_by.is_some()
     }
 
-    /// The host that the open file counted for, if it is not open any more.
+    /// Takes the host that the file was counted for, if the file is no longer open or delegated.
     pub(super) fn note_closed(&mut self) -> Option<Origin> {
         if self.opens.is_empty() && self.delegations.is_empty() { self.opened_by.take() } else { None }
     }
@@ -301,14 +301,14 @@ impl State {
         }
     }
 
-    /// Checks that no open keeps a file from being opened so, the same owner's included (RFC 8881, section 9.7).
+    /// Checks the share reservations of all opens, including those of the same owner (RFC 8881, section 9.7).
     fn check_share(&self, now: u64, file: &FileIdentity, modes: Modes) -> Result<(), Refused> {
         let conflict = self.files.get(file).and_then(|state| state.opens.conflict(modes));
         let Some(other) = conflict.map(|number| self.open_ref(number)) else { return Ok(()) };
         Err(self.in_the_way(now, other.client, Status::SHARE_DENIED.into()))
     }
 
-    /// Checks what OPEN of a file by its name needs whichever file that is, before one is made.
+    /// Checks the limits that hold for OPEN of any file, before a file is created.
     pub(crate) fn check_opener(&self, now: u64, client: u64, owner: &[u8], file_system: u64) -> Result<(), Refused> {
         let known = self.clients.get(&client).ok_or_else(|| self.gone(client))?;
         if known.held.len() >= HELD_MAX {
@@ -318,7 +318,7 @@ impl State {
         self.check_open_files(now, known.origin, file_system)
     }
 
-    /// Checks that a client may have a file open that is there.
+    /// Checks the limits for OPEN of an existing file.
     pub(crate) fn check_open(&self, now: u64, client: u64, owner: &[u8], file: &FileIdentity) -> Result<(), Refused> {
         let state = self.files.get(file);
         if state.is_some_and(|state| state.opens.find(client, owner).is_some()) {
@@ -331,7 +331,7 @@ impl State {
         self.check_open_files(now, known.origin, file.file_system)
     }
 
-    /// Whether anybody has a file open, or it is delegated.
+    /// True if a file is open or delegated.
     pub(crate) fn is_in_use(&self, file: &FileIdentity) -> bool {
         self.files.get(file).is_some_and(|state| state.opened_by.is_some())
     }

@@ -121,7 +121,7 @@ impl GrantPermit {
         GrantPermit { client, is_reclaim }
     }
 
-    /// Who may.
+    /// Client that this permit is for.
     pub(crate) fn client(self) -> u64 {
         self.client
     }
@@ -129,7 +129,7 @@ impl GrantPermit {
 
 /// Clients whose leases have expired that are remembered.
 pub(crate) const EXPIRED_MAX: usize = 4096;
-/// What these had, if they were of version 4.0.
+/// Most stateids of expired version 4.0 clients that are remembered.
 pub(crate) const EXPIRED_STATE_MAX: usize = 64 << 10;
 /// Most clients, confirmed or not.
 pub(crate) const CLIENTS_MAX: usize = 4096;
@@ -144,7 +144,7 @@ pub(crate) const HELD_MAX: usize = 16 << 10;
 /// The same, of all clients; of the clients of one host, as much as eight times what is left. A long name of an owner counts more
 /// than once.
 pub(crate) const HELD_TOTAL_MAX: usize = 1 << 20;
-/// Opens and owners of locks of one file; of the clients of one host, as much as eight times what is left.
+/// Opens and lock owners of one file. Quota of one host: eight times the remaining room.
 pub(crate) const FILE_HELD_MAX: usize = 8192;
 /// Clients of version 3: they have no leases, and must not take all places for ever.
 pub(crate) const MONITORED_MAX: usize = CLIENTS_MAX / 2;
@@ -186,9 +186,9 @@ pub(crate) struct State {
     held: HashMap<u64, Held>,
     files: HashMap<FileIdentity, FileState>,
     grace: Grace,
-    /// Grows when other clients are to stand in stable storage.
+    /// Number of the list of clients for stable storage; grows with each change of the list.
     records: u64,
-    /// Before the records of this number are stored, no client may have anything new.
+    /// Number of the list that must be stored before any client may get new state.
     records_for_all: u64,
     /// Owners whose operations are counted, of all clients.
     numbered: usize,
@@ -198,7 +198,7 @@ pub(crate) struct State {
     closed: HashMap<u64, (u64, Owner)>,
     /// Clients of version 4.0 whose leases have expired, the last of them.
     expired: VecDeque<u64>,
-    /// Numbers of what these had.
+    /// Numbers in the stateids of these clients.
     expired_state: HashSet<u64>,
     /// What kept files open; to be dropped when nothing waits for this state.
     dropped: Vec<OpenGuard>,
@@ -218,10 +218,10 @@ pub(crate) struct State {
     /// What clients hold, in all and by where they come from.
     weight: usize,
     origins: HashMap<Origin, Usage>,
-    /// By file system.
+    /// Open files, by number of the file system.
     open_files: HashMap<u64, OpenFiles>,
     recall_delays: HashMap<Origin, RecallDelays>,
-    /// The time when something was last done with this.
+    /// Latest time of an operation.
     now: u64,
 }
 
@@ -266,7 +266,7 @@ impl State {
         self
     }
 
-    /// Notes the time, before anything is done.
+    /// Advances the time to that of the operation that begins.
     pub(crate) fn tick(&mut self, now: u64) {
         self.now = self.now.max(now);
     }

@@ -202,7 +202,7 @@ impl State {
         Ok((client.ok_or_else(unknown)?, numbered))
     }
 
-    /// Calls of a client of version 4.0 by its id, and by the stateids that it had, are answered by `NFS4ERR_EXPIRED` from now on.
+    /// Remembers an expired client of version 4.0: later calls with its id or its stateids fail with `NFS4ERR_EXPIRED`.
     pub(super) fn remember_expired(&mut self, id: u64) {
         if self.expired.len() >= EXPIRED_MAX {
             self.expired.pop_front();
@@ -211,7 +211,7 @@ impl State {
         let held = self.clients.get(&id).map(|client| client.held.clone()).unwrap_or_default();
         let room = EXPIRED_STATE_MAX.saturating_sub(held.len());
         if self.expired_state.len() > room {
-            // Which of them are forgotten does not matter: their clients get `NFS4ERR_BAD_STATEID`, and ask by their ids.
+            // Any stateids may be forgotten: their clients get `NFS4ERR_BAD_STATEID`, and then call with their ids.
             self.expired_state.clear();
         }
         self.expired_state.extend(held);

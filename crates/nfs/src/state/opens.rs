@@ -1,4 +1,4 @@
-//! Opens of one file, indexed by owner and by mode: no operation on a file goes through all of them.
+//! Opens of one file, indexed by owner and by mode, so that no operation on the file scans all of them.
 
 use super::files::{Modes, Owner, READ, WRITE};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -6,16 +6,16 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 /// Opens of one file, by their numbers.
 #[derive(Default)]
 pub(super) struct Opens {
-    /// By client, and by the client's name for the owner.
+    /// Numbers of opens, by client and by the client's name of the owner.
     by_owner: BTreeMap<u64, HashMap<Owner, u64>>,
-    /// Those that read, write ([`WRITES`]), deny reading and deny writing.
+    /// Opens that read, write (index [`WRITES`]), deny reading and deny writing, in this order.
     with_mode: [BTreeSet<u64>; 4],
     count: usize,
 }
 
 const WRITES: usize = 1;
 
-/// The indices of some modes.
+/// Indices of these modes in [`Opens::with_mode`].
 fn indices((access, deny): Modes) -> impl Iterator<Item = usize> {
     [access & READ, access & WRITE, deny & READ, deny & WRITE]
         .into_iter()
@@ -35,7 +35,7 @@ impl Opens {
         self.set_modes(number, modes);
     }
 
-    /// Notes the modes of an open after they have changed.
+    /// Updates the index after the modes of an open have changed.
     pub(super) fn set_modes(&mut self, number: u64, modes: Modes) {
         for numbers in &mut self.with_mode {
             numbers.remove(&number);
@@ -57,24 +57,24 @@ impl Opens {
         self.set_modes(number, (0, 0));
     }
 
-    /// An open that excludes these modes, or is excluded by them.
+    /// Finds an open with a share reservation that conflicts with these modes.
     pub(super) fn conflict(&self, (access, deny): Modes) -> Option<u64> {
-        // What is denied to others excludes access, and the other way round.
+        // Denied modes conflict with access, and access conflicts with denied modes.
         indices((deny, access)).find_map(|index| self.with_mode[index].first().copied())
     }
 
-    /// Whether the file is open for writing.
+    /// True if the file is open for writing.
     pub(super) fn has_writer(&self) -> bool {
         !self.with_mode[WRITES].is_empty()
     }
 
-    /// Whether another client has the file open.
+    /// True if another client has the file open.
     pub(super) fn has_other_client(&self, client: u64) -> bool {
         let mut clients = [self.by_owner.first_key_value(), self.by_owner.last_key_value()].into_iter().flatten();
         clients.any(|(other, _)| *other != client)
     }
 
-    /// Whether a client has the file open.
+    /// True if a client has the file open.
     #[cfg(test)]
     pub(super) fn has_client(&self, client: u64) -> bool {
         self.by_owner.contains_key(&client)
@@ -105,7 +105,7 @@ mod tests {
     }
 
     proptest! {
-        /// The index answers as going through all opens would.
+        /// The index gives the same results as a scan of all opens.
         #[test]
         fn conflicts_are_those_of_some_open(changes in prop::collection::vec((0..6u64, 0..3u8, 0..4u32, 0..4u32, any::<bool>()), 0..60)) {
             let (mut opens, mut model) = (Opens::default(), BTreeMap::new());

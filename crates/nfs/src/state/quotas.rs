@@ -1,5 +1,7 @@
-//! Per-host quotas of server-wide resources: clients, sessions, replies that are kept, opens, locks, open files, and the time that
-//! programs of this host wait for delegations. One host alone does not keep others out.
+//! Per-host quotas of server-wide resources, so that no single host can exhaust them.
+//!
+//! Resources: clients, sessions, kept replies, opens, lock owners, open files, and the time for which others wait for recalled
+//! delegations.
 
 use super::clients::{Client, Kind};
 use super::{
@@ -16,7 +18,7 @@ use thruway_tcp::Origin;
 pub(super) struct Usage {
     pub clients: usize,
     pub sessions: usize,
-    /// Bytes of replies that its sessions may keep.
+    /// Bytes of replies that the sessions may keep.
     pub kept: u64,
     /// As [`State::weight`].
     pub weight: usize,
@@ -25,37 +27,37 @@ pub(super) struct Usage {
 /// Open files of one file system.
 #[derive(Debug, Default)]
 pub(super) struct OpenFiles {
-    /// The most, if the file system says so.
+    /// Limit of the file system, if it has one.
     max: Option<usize>,
     all: usize,
     of_host: HashMap<Origin, usize>,
 }
 
-/// Bytes of an owner's name that take one place more.
+/// Bytes of an owner's name that add one to the weight.
 const NAME_WEIGHT: usize = 256;
 
-/// Places that something takes which is held, by the length of its owner's name.
+/// Weight of an open, lock owner or delegation, by the length of the owner's name.
 pub(super) fn weight_of(owner: usize) -> usize {
     1 + owner / NAME_WEIGHT
 }
 
-/// Time that others have waited for the delegations of one host.
+/// Time for which others have waited for recalled delegations of one host.
 #[derive(Debug, Default)]
 pub(super) struct RecallDelays {
-    /// Delegations that are recalled now, and since when there have been some.
+    /// Delegations with a recall in progress; `since` is the time when this last became nonzero.
     pending: usize,
     since: u64,
-    /// Ends and lengths of earlier waits, in milliseconds.
+    /// End and length of each earlier wait, in milliseconds.
     past: VecDeque<(u64, u64)>,
 }
 
-/// Waits that are remembered one by one.
+/// Most waits that are recorded one by one; older waits are merged.
 const DELAYS_MAX: usize = 64;
 
-/// Lease times over which waits are added up.
+/// Window over which waits are summed, in lease times.
 const DELAY_WINDOW: u64 = 10;
 
-/// Hosts whose waits are remembered; when there are more, nothing is delegated to others.
+/// Most hosts with recorded waits. Beyond that, other hosts get no delegations.
 const DELAYED_HOSTS_MAX: usize = 4096;
 
 impl RecallDelays {
@@ -73,7 +75,7 @@ impl RecallDelays {
         }
         self.past.push_back((now, now.saturating_sub(self.since)));
         if self.past.len() > DELAYS_MAX {
-            // Two of them count until the later one is forgotten.
+            // The oldest wait is merged into the next one, and counts until that leaves the window.
             let earlier = self.past.pop_front().map_or(0, |(_, length)| length);
             if let Some((_, length)) = self.past.front_mut() {
                 *length += earlier;
@@ -94,7 +96,7 @@ impl RecallDelays {
 
 #[cfg(test)]
 impl State {
-    /// Asserts that counters say what going through everything says.
+    /// Asserts that the counters match a full scan.
     pub(super) fn check_counts(&self) {
         use super::files::Held;
         for (file, state) in &self.files {
@@ -118,10 +120,10 @@ impl State {
         self.origins.get(&origin).copied().unwrap_or_default()
     }
 
-    /// Checks that a host may have another client; one of its own may have to give way.
+    /// Checks the quota of a host for clients. May evict an idle client of the same host.
     pub(super) fn check_clients(&mut self, now: u64, origin: Origin) -> Result<(), Refused> {
         let free = CLIENTS_MAX.saturating_sub(self.clients.len());
-        // Without any room, a host that has fewer than others gets a place of theirs (`make_room`).
+        // Without free room, `make_room` evicts a client of a host with more clients.
         if free == 0 || is_fair(self.usage(origin).clients, free) {
             return Ok(());
         }
@@ -139,7 +141,7 @@ impl State {
         }
     }
 
-    /// Checks that the clients of a host may have another session.
+    /// Checks the limit of sessions and the quota of a host.
     pub(super) fn check_sessions(&self, now: u64, origin: Origin) -> Result<(), Refused> {
         let all = self.sessions.len();
         let with_sessions = |(id, client): (&u64, &Client)| (client.sessions > 0).then_some((*id, client.origin));
@@ -153,14 +155,14 @@ impl State {
         Ok(())
     }
 
-    /// Whether the sessions of a host may keep so many bytes of replies more.
+    /// True if the sessions of a host may keep this many more bytes of replies.
     pub(super) fn has_room_for_replies(&self, origin: Origin, bytes: u64) -> bool {
         let all: u64 = self.origins.values().map(|usage| usage.kept).sum();
         let free = KEPT_MAX.saturating_sub(all);
         bytes <= free && is_fair((self.usage(origin).kept >> 10) as usize, (free >> 10) as usize)
     }
 
-    /// A session is there, or gone, which may keep so many bytes of replies.
+    /// Adds a session to the counts of a host (`is_there`), or removes it; `kept` is the bytes of replies that it may keep.
     pub(super) fn count_session(&mut self, origin: Origin, kept: u64, is_there: bool) {
         let usage = self.origins.entry(origin).or_default();
         match is_there {
@@ -169,7 +171,7 @@ impl State {
         }
     }
 
-    /// Checks that a client may hold something more, beside its own limit.
+    /// Checks the limit for all clients and the quota of the client's host. The limit of the client itself is checked elsewhere.
     pub(super) fn check_room(&self, now: u64, client: &Client, weight: usize) -> Result<(), Refused> {
         if self.weight + weight > HELD_TOTAL_MAX {
             return Err(self.full_of_all(now));
@@ -180,7 +182,7 @@ impl State {
         Ok(())
     }
 
-    /// Checks that a host may have one more open, or owner of locks, of one file.
+    /// Checks the quota of a host for opens and lock owners of one file.
     pub(super) fn check_room_in_file(&self, now: u64, origin: Origin, file: &FileIdentity) -> Result<(), Refused> {
         let Some(state) = self.files.get(file) else { return Ok(()) };
         let free = FILE_HELD_MAX.saturating_sub(state.held());
@@ -192,7 +194,7 @@ impl State {
         theirs.map(|(id, _)| *id)
     }
 
-    /// So many files of each of these file systems may be open.
+    /// Sets the limits of open files, by file system. Limits of the same file system add up.
     pub(crate) fn with_open_files(mut self, limits: impl IntoIterator<Item = (u64, usize)>) -> State {
         for (file_system, max) in limits {
             let known = self.open_files.entry(file_system).or_default();
@@ -201,14 +203,14 @@ impl State {
         self
     }
 
-    /// Checks that a client may open a file that is not open yet.
+    /// Checks the quota of a host for open files of a file system, before a client opens a file that is not open yet.
     pub(super) fn check_open_files(&self, now: u64, origin: Origin, file_system: u64) -> Result<(), Refused> {
         let Some(OpenFiles { max: Some(max), all, of_host }) = self.open_files.get(&file_system) else { return Ok(()) };
         let (theirs, free) = (of_host.get(&origin).copied().unwrap_or(0), max.saturating_sub(*all));
         if is_fair(theirs, free) { Ok(()) } else { Err(self.full_of_all(now)) }
     }
 
-    /// A file is open now, by a client of this host, or is not any more.
+    /// Adds an open file to the counts of its file system and of this host (`is_open`), or removes it from them.
     pub(super) fn count_open_file(&mut self, file_system: u64, origin: Origin, is_open: bool) {
         let files = self.open_files.entry(file_system).or_default();
         if is_open {
@@ -225,7 +227,7 @@ impl State {
         }
     }
 
-    /// A client holds so much more.
+    /// Adds to the weight of a client, of its host and of all clients.
     pub(super) fn add_weight(&mut self, client: u64, weight: usize) {
         let Some(client) = self.clients.get_mut(&client) else { return };
         client.weight += weight;
@@ -233,7 +235,8 @@ impl State {
         self.origins.entry(client.origin).or_default().weight += weight;
     }
 
-    /// A client holds so much less; what one that has been removed had has been counted then.
+    /// Subtracts from the weight of a client, of its host and of all clients. Without effect for a removed client, because the
+    /// removal has subtracted its weight.
     pub(super) fn remove_weight(&mut self, client: u64, weight: usize) {
         let Some(client) = self.clients.get_mut(&client) else { return };
         client.weight -= weight;
@@ -245,7 +248,7 @@ impl State {
         self.origins.entry(origin).or_default().clients += 1;
     }
 
-    /// A client is gone, with all that it holds; its sessions have been counted.
+    /// Subtracts a removed client and its weight. Its sessions were subtracted before.
     pub(super) fn origin_has_lost(&mut self, client: &Client) {
         self.weight -= client.weight;
         let Some(origin) = self.origins.get_mut(&client.origin) else { return };
@@ -256,7 +259,7 @@ impl State {
         }
     }
 
-    /// The client that is to give way to one of a host that has fewer: one without anything, of the host that has most such clients.
+    /// Client to evict for a new client of host `new`. It holds nothing, and its host has the most clients.
     pub(super) fn gives_way_to(&self, new: Origin) -> Option<u64> {
         let own = self.usage(new).clients;
         let of = |client: &Client| self.usage(client.origin).clients;
@@ -267,7 +270,7 @@ impl State {
         first.map(|(id, _)| *id)
     }
 
-    /// Whether a host has as many clients of version 3 as it may: all those.
+    /// All version 3 clients of a host that has reached its limit; `None` below the limit.
     pub(super) fn too_many_monitored(&self, origin: Origin) -> Option<Vec<u64>> {
         let theirs = self
             .clients
@@ -278,14 +281,14 @@ impl State {
         (theirs.len() >= CLIENTS_OF_HOST_MAX).then_some(theirs)
     }
 
-    /// Milliseconds for which others may still wait for the delegations of a host: at most one lease time in any ten.
+    /// Time in milliseconds that others may still wait for delegations of a host: at most one lease time in any ten.
     pub(super) fn recall_time_left(&self, now: u64, origin: Origin) -> u64 {
         let waited =
             self.recall_delays.get(&origin).map_or(0, |delays| delays.waited(now, DELAY_WINDOW * self.lease_ms));
         self.lease_ms.saturating_sub(waited)
     }
 
-    /// Whether a host has given back its delegations in time, so that it may have more.
+    /// True if a host may get new delegations: others have waited for at most half of the allowed time.
     pub(super) fn may_delegate_to(&mut self, now: u64, origin: Origin) -> bool {
         if self.recall_delays.len() >= DELAYED_HOSTS_MAX {
             let window = DELAY_WINDOW * self.lease_ms;
@@ -295,7 +298,7 @@ impl State {
         is_known && self.recall_time_left(now, origin) >= self.lease_ms / 2
     }
 
-    /// Others wait for a delegation of a host now, or not any more.
+    /// Counts the begin or the end of a recall of one delegation of a host.
     pub(super) fn count_recall(&mut self, now: u64, origin: Origin, begins: bool) {
         let delays = self.recall_delays.entry(origin).or_default();
         if begins { delays.begin(now) } else { delays.end(now) }

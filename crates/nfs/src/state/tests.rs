@@ -157,7 +157,7 @@ fn files_are_shared_as_their_openers_allow() {
     assert_eq!(open(&mut state, 0, b, "other", 1, (WRITE, 0)), denied, "also another owner of the same client");
     assert_eq!(open(&mut state, 0, b, "o", 1, (WRITE, 0)), denied, "the same owner's modes count, too");
     state.close(b, second, &file(1)).unwrap();
-    // A file that is opened again is open in both ways.
+    // A second open of a file adds its modes to the first.
     let second = open(&mut state, 0, b, "o", 1, (READ, 0)).unwrap();
     let both = open(&mut state, 0, b, "o", 1, (READ | WRITE, WRITE)).unwrap();
     assert_eq!((both.other, both.seqid), (second.other, 2));
@@ -322,7 +322,7 @@ fn after_a_restart_nobody_else_takes_the_name_of_a_client() {
     assert!(state.exchange_id(0, b"b", [2; 8], other, false).is_ok(), "a client of another version");
     let a = begin(&mut state, 0, "a", [1; 8]);
     assert!(state.may_reclaim(0, a).is_ok());
-    // When it can have nothing back any more, the name is free.
+    // When the earlier client can no longer reclaim, the name is free.
     assert_eq!(state.exchange_id(LEASE - 1, b"c", [2; 8], other, false).unwrap_err(), in_use);
     assert!(state.exchange_id(LEASE, b"c", [2; 8], other, false).is_ok());
     assert!(state.set_client(LEASE, b"b", [2; 8], root).is_ok());
@@ -362,7 +362,7 @@ fn a_client_that_cannot_be_stored_holds_up_no_other() {
     let b = client(&mut state, 0, "b");
     assert!(state.may_begin(0, a).is_ok_and(|needed| needed <= stored));
     assert!(state.may_begin(0, b).is_ok_and(|needed| needed > stored));
-    // At the end of a grace period all wait: those who have not come back must not stand there any more.
+    // At the end of a grace period all clients wait for a new list, without the clients that have not reclaimed.
     let mut state = State::new(8, LEASE, made_by_root([ClientName::with_sessions(b"gone")]));
     let a = client(&mut state, 0, "a");
     let stored = state.records(0).0;
@@ -952,7 +952,7 @@ fn from(address: &str) -> Maker {
     Maker { principal: user(Some(0)), origin: Origin::of_host(address.parse().unwrap()) }
 }
 
-/// A client of this host, with a session, that has reclaimed what it had.
+/// A client of this host, with a session, after RECLAIM_COMPLETE.
 fn client_from(state: &mut State, now: u64, name: usize, address: &str) -> Result<u64, Refused> {
     let exchange = state.exchange_id(now, &name.to_be_bytes(), [1; 8], from(address), false)?;
     add_session(state, now, exchange.client, exchange.sequence);
@@ -1056,7 +1056,7 @@ fn others_wait_for_the_delegations_of_a_host_one_lease_time_in_ten() {
     let a = client(&mut state, 0, "a");
     let (mut now, mut waited, mut of) = (0, 0, 0);
     let mut waits = Vec::new();
-    // It gives nothing back, and takes the next file that it can get.
+    // The client returns no delegation, and takes the next one that it can get.
     while now < 40 * LEASE {
         now += 10;
         state.tick(now);
@@ -1081,7 +1081,7 @@ fn others_wait_for_the_delegations_of_a_host_one_lease_time_in_ten() {
         let sum: u64 = within.map(|(_, wait)| wait).sum();
         assert!(sum <= LEASE, "{sum} ms in the ten lease times before {end}");
     }
-    // One that gives back at once is not kept from having more.
+    // A client that returns delegations at once gets new ones.
     let b = client_from(&mut state, now, 7, "198.51.100.7").unwrap();
     for n in 0..100_u8 {
         state.clients[&b].lease.renew(now);

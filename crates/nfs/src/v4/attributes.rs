@@ -228,22 +228,22 @@ fn put(out: &mut Encoder, number: u32, of: &Described<'_>) {
     }
 }
 
-/// Attributes that can be set and not read.
+/// Attributes that can be set, but not read.
 const WRITE_ONLY: [u32; 2] = [TIME_ACCESS_SET, TIME_MODIFY_SET];
 
-/// Attributes that are asked for; refused if any of them can only be set (RFC 8881, section 5.5).
+/// Decodes the requested attributes. Fails with `NFS4ERR_INVAL` if any of them cannot be read (RFC 8881, section 5.5).
 pub(super) fn get_readable(d: &mut Decoder<'_>) -> Result<Bitmap, Status> {
     let wanted = Bitmap::decode(d)?;
     check_readable(&wanted)?;
     Ok(wanted)
 }
 
-/// As [`get_readable`], of attributes with their values.
+/// As [`get_readable`], for attributes that are already decoded.
 pub(super) fn check_readable(wanted: &Bitmap) -> Result<(), Status> {
     if WRITE_ONLY.iter().any(|number| wanted.contains(*number)) { Err(Status::INVAL) } else { Ok(()) }
 }
 
-/// Those of the wanted attributes that there are.
+/// The wanted attributes that are supported and can be read.
 pub(super) fn readable(wanted: &Bitmap, minor: u32) -> Bitmap {
     let supported = supported(minor);
     let told: Vec<u32> = wanted.iter().filter(|n| supported.contains(*n) && !WRITE_ONLY.contains(n)).collect();

@@ -7,7 +7,7 @@ use thruway_rpc::xdr::{self, Decoder, Encoder};
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Bitmap(SmallVec<[u32; 3]>);
 
-/// Words that are kept: far beyond every attribute there is. Attributes of later words are left out, as others that are not known.
+/// Most words that are kept, far more than the known attributes need. Later words are ignored, like other unknown attributes.
 const WORDS_KEPT: usize = 16;
 
 /// Most words that are decoded.

@@ -59,7 +59,7 @@ pub(crate) enum Notice {
 
 /// The way back to the client of a session.
 pub(crate) struct Back {
-    /// The client's program, and as whom it is called.
+    /// Program of the client, and the credential for calls to it.
     caller: Mutex<(u32, Credential)>,
     channels: Mutex<Vec<BackChannel>>,
     /// Of the client's; one call is made at a time.
@@ -103,7 +103,7 @@ impl Back {
         self.channels.lock().expect("no panics under the lock")
     }
 
-    /// Calls the client otherwise from now on.
+    /// Changes the program and the credential of later calls.
     pub(crate) fn set_caller(&self, program: u32, credential: Credential) {
         *self.caller.lock().expect("no panics under the lock") = (program, credential);
     }

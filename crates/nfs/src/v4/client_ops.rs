@@ -20,7 +20,7 @@ const CONFIRMED: u32 = 0x8000_0000;
 const USE_NON_PNFS: u32 = 0x0001_0000;
 /// All that a client may set.
 const EXCHANGE_FLAGS: u32 = 0x4007_0107;
-/// One that version 4.2 has (RFC 7862, section 14.1).
+/// Flag of EXCHANGE_ID from version 4.2 on (RFC 7862, section 14.1).
 const SUPPORTS_FENCE_OPS: u32 = 4;
 
 /// Smallest request or reply of a session.
@@ -215,11 +215,11 @@ impl Compound<'_> {
         Ok(())
     }
 
-    /// BACKCHANNEL_CTL: by which program, and as whom, the client is called from now on.
+    /// BACKCHANNEL_CTL: sets the program and the credential of later callbacks.
     pub(super) fn control_back_channel(&mut self, d: &mut Decoder<'_>) -> Done {
         let (program, credential) = (d.u32()?, get_callback_security(d)?);
         let session = self.own_session().ok_or(Status::OP_NOT_IN_SESSION)?;
-        // Without a back channel there is nothing to control; of RPCSEC_GSS, which is not used for calls to clients, no handle is known.
+        // An error without a back channel. Callbacks never use RPCSEC_GSS, so its handles are unknown here.
         let back = session.back.as_ref().ok_or(Status::INVAL)?;
         back.set_caller(program, credential.ok_or(Status::NOENT)?);
         Ok(())

@@ -61,7 +61,7 @@ const CHANGING: [u32; 14] = [
     op::REMOVEXATTR,
 ];
 
-/// Operations of a compound after which the reactor serves other calls: compounds of clients have fewer.
+/// Operations of a compound before it yields to other calls of the reactor. Compounds of clients usually have fewer.
 const OPERATIONS_BEFORE_YIELD: u32 = 8;
 
 /// Most bytes of the result of one of these, but for a lock that is refused.
@@ -278,13 +278,13 @@ impl<'a> Compound<'a> {
         Ok(None)
     }
 
-    /// Most bytes of the reply, and the status of an operation whose result would exceed them.
+    /// Limit of the reply in bytes, and the status of an operation that would exceed it.
     fn reply_limit(&self) -> (u32, Status) {
         match &self.slot {
-            // Version 4.0 has no word of its own for that.
+            // Version 4.0 has no status of its own for that.
             _ if self.minor == 0 => (CALL_MAX as u32, Status::RESOURCE),
             None => (CALL_MAX as u32, Status::REP_TOO_BIG),
-            // A reply that is to be kept must be short enough for that, before anything is done (RFC 8881, section 2.10.6.1.3).
+            // A reply that must be kept has a lower limit, which is checked before anything is done (RFC 8881, section 2.10.6.1.3).
             Some(slot) if slot.is_kept && slot.session.limits.cached < slot.session.limits.response => {
                 (slot.session.limits.cached, Status::REP_TOO_BIG_TO_CACHE)
             }
@@ -306,7 +306,7 @@ impl<'a> Compound<'a> {
             (0, _) if is_alone && self.count == 1 => Ok(()),
             (0, _) if is_alone => Err(Status::NOT_ONLY_OP),
             (0, _) => Err(Status::OP_NOT_IN_SESSION),
-            // The others may follow SEQUENCE.
+            // All others may follow SEQUENCE.
             (_, op::BIND_CONN_TO_SESSION) => Err(Status::NOT_ONLY_OP),
             _ => Ok(()),
         }
@@ -386,7 +386,7 @@ impl<'a> Compound<'a> {
                 Ok(())
             }
             op::RESTOREFH => {
-                // Later versions have another word for it (RFC 8881, section 18.27.3).
+                // Later versions have another status for it (RFC 8881, section 18.27.3).
                 let nothing = if self.minor == 0 { Status::RESTOREFH } else { Status::NOFILEHANDLE };
                 self.current = Some(self.saved.clone().ok_or(nothing)?);
                 self.stateid = self.saved_stateid;
@@ -472,7 +472,7 @@ impl<'a> Compound<'a> {
         self.slot.as_ref().map(|slot| &slot.session.id)
     }
 
-    /// As [`Compound::session`].
+    /// The session that this is in, as [`Compound::session`].
     pub(super) fn own_session(&self) -> Option<&Session> {
         self.slot.as_ref().map(|slot| &*slot.session)
     }
@@ -646,7 +646,7 @@ impl<'a> Compound<'a> {
     }
 }
 
-/// The file system of a file: two shares of one count as two, and so do two subvolumes, which number their files alike.
+/// Attribute `fsid` of a file. Two shares of one file system differ in it, and so do two subvolumes, because they reuse file numbers.
 pub(super) fn fsid(target: &Target<'_>, attributes: &Attributes) -> (u64, u64) {
     let share = u32::from_be_bytes(target.share.number()).into();
     (attributes.fsid, subvolume_number(share, attributes.subvolume))

@@ -22,8 +22,8 @@ pub(super) fn check_range(at: u64, len: u64) -> Done {
 }
 
 impl Compound<'_> {
-    /// The outcome of an operation on data. Version 4.0 has one error for everything that has no data (RFC 7530, section 16.23.4); later
-    /// ones tell symbolic links from the rest (RFC 8881, section 18.22.3).
+    /// Replaces the error of an operation on data by that of the file's type. Version 4.0 has one error for all types without data
+    /// (RFC 7530, section 16.23.4). Later versions have another one for symbolic links (RFC 8881, section 18.22.3).
     pub(super) async fn of_data(&self, done: Done) -> Done {
         let kind = match (&done, self.object()) {
             (Err(Failure { status: Status::INVAL, .. }), Ok(Object::File(target))) if self.minor > 0 => {

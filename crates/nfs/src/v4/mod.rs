@@ -122,7 +122,7 @@ pub struct Config {
     pub lease: Duration,
     /// File with the clients that have something open.
     pub state_file: Option<PathBuf>,
-    /// There were earlier runs: if the file is missing, it is lost.
+    /// True if there were earlier runs: then a missing file is a lost file.
     pub had_clients: bool,
 }
 
@@ -264,7 +264,7 @@ impl Server {
         self.store().await
     }
 
-    /// Whether a client may have something new, or have back what it had, when that is in stable storage.
+    /// Checks that a client may get new state or reclaim, and brings the list of clients to stable storage first.
     pub(crate) async fn may_have(self: &Arc<Self>, client: u64, is_reclaim: bool) -> Result<GrantPermit, Status> {
         let records =
             self.state(

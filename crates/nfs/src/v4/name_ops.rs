@@ -472,7 +472,7 @@ impl<'a> Compound<'a> {
         let in_directories = is_directory(&from_before) && is_directory(&to_before);
         let renamed = from.share.files.rename(&from.who, (&from.file, old), (&to.file, new)).await;
         renamed.map_err(|error| match error {
-            // What has the new name is of another type, or has entries (RFC 8881, section 18.26.3).
+            // The entry with the new name is of another type, or is not an empty directory (RFC 8881, section 18.26.3).
             Errno::ISDIR | Errno::NOTEMPTY => Errno::EXIST,
             Errno::NOTDIR if in_directories => Errno::EXIST,
             error => error,

@@ -128,7 +128,7 @@ impl<'a> Compound<'a> {
         // A reclaim is about this run of the server: it is no old message, and needs no OPEN_CONFIRM.
         self.opener_is_confirmed |= is_reclaim;
         let may_have = self.server.may_have(client, is_reclaim).await?;
-        // A client that can change nothing keeps nobody out.
+        // A read-only client cannot deny access to others.
         if deny != 0 && matches!(self.object()?, Object::File(target) if target.read_only) {
             return Err(Status::ROFS.into());
         }
@@ -185,7 +185,7 @@ impl<'a> Compound<'a> {
         Ok(())
     }
 
-    /// Opens a file that has been found or made, if the user may and nobody else excludes it.
+    /// Opens a file that was found or created. Checks the user's rights and the share reservations.
     async fn open_found(
         &self,
         target: &Target<'a>,
@@ -206,8 +206,8 @@ impl<'a> Compound<'a> {
             }
             None => false,
         };
-        // The creator of a file may use it as it was opened, whatever its permissions; the owner of a file that was open before may,
-        // whatever they are now.
+        // The creator of a file may use it as opened, whatever its permissions. The owner of a file that was open before may use it,
+        // whatever its permissions are now.
         let was_open = is_reclaim || delegated.is_some();
         let is_granted = is_new || was_checked || was_open && target.attributes().await.is_some_and(|a| a.uid == uid);
         let wanted = Rights {
@@ -224,7 +224,7 @@ impl<'a> Compound<'a> {
         Ok((guard, stateid, was))
     }
 
-    /// Removes a file that this OPEN has made, because the client is told that it has failed. It stays if somebody has used it meanwhile.
+    /// Removes the file that a failed OPEN has created. It stays if it was used or changed since.
     async fn remove_made(&self, target: &Target<'a>, made: Made<'a>) {
         let Made { dir, name, change } = made;
         let files = &target.share.files;
@@ -358,7 +358,7 @@ impl<'a> Compound<'a> {
                 }
             }
             self.writable()?;
-            // Before the file is made: the OPEN would fail otherwise, and have left it.
+            // Checked before the file is created: an OPEN that fails afterwards would leave the file.
             let file_system = dir.share.files.fsid();
             let check = |state: &mut State, now| state.check_opener(now, client, owner, file_system);
             self.server.retry_on_conflict(check).await?;
@@ -429,7 +429,7 @@ impl<'a> Compound<'a> {
         let (locker, number, by) = if d.bool()? {
             let (_, open, number) = (d.u32()?, self.get_stateid(d)?, d.u32()?);
             let (client, owner) = get_owner(d)?;
-            // In version 4.0 the owner must be of the client that has the file open (RFC 7530, section 9.1.5).
+            // In version 4.0 the lock owner must belong to the client that has the file open (RFC 7530, section 9.1.5).
             if self.minor == 0 && self.client_that_says(client)? != self.client_with(open)? {
                 return Err(Status::BAD_STATEID.into());
             }
@@ -496,7 +496,7 @@ impl<'a> Compound<'a> {
         Ok(())
     }
 
-    /// Refuses what has no locks (RFC 8881, section 18.11.3; RFC 7530, section 16.11.4).
+    /// Refuses files that cannot be locked (RFC 8881, section 18.11.3; RFC 7530, section 16.11.4).
     async fn check_lockable(&self) -> Done {
         let target = self.target()?;
         let kind = target.share.files.attributes(&target.file).await?.kind;
@@ -572,11 +572,11 @@ enum Locker {
     Existing(Stateid),
 }
 
-/// A file that an OPEN has made.
+/// A file that an OPEN has created.
 struct Made<'a> {
     dir: Target<'a>,
     name: &'a [u8],
-    /// Its change attribute then.
+    /// Change attribute at its creation.
     change: u64,
 }
 

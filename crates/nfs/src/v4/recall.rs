@@ -37,7 +37,7 @@ pub(super) fn start(server: &Arc<Server>, number: u64) {
     let server = Arc::clone(server);
     reactor::start(async move {
         let (limit, time_left) = limits(&server, number);
-        // A client that takes its time is not waited for in all the time that its host has.
+        // However slow the client is, the wait ends when the remaining time of its host is used up.
         let last = Instant::now() + time_left;
         let until = Cell::new((Instant::now() + limit).min(last));
         let told = || until.set((Instant::now() + limit).min(last));
@@ -57,8 +57,9 @@ pub(super) fn start(server: &Arc<Server>, number: u64) {
     });
 }
 
-/// Time that a client may take to give something back, from when it knows that it is to: a lease, or as long as the kernel keeps others
-/// waiting. And the time for which others may still wait for its host.
+/// Limit of a recall, from the answer of the client on, and the remaining time that others may wait for its host.
+///
+/// The limit is one lease, or less where the kernel lets others wait for less.
 fn limits(server: &Arc<Server>, number: u64) -> (Duration, Duration) {
     let recalled = server.state(|state, _| state.recalled(number));
     let is_write = recalled.as_ref().is_some_and(|recalled| recalled.is_write);

@@ -1,5 +1,6 @@
-//! Clients that have something open or locked, with who made them, in stable storage: after a restart these may reclaim it, and no
-//! others (RFC 8881, sections 8.4.2.1 and 8.4.3).
+//! Stable storage for the list of clients with opens or locks, each with its principal.
+//!
+//! After a restart, only these clients may reclaim (RFC 8881, sections 8.4.2.1 and 8.4.3).
 
 use crate::state::{ClientName, Kind, Principal, Records};
 use rustix::fs::{FallocateFlags, Mode};
@@ -13,37 +14,37 @@ use std::time::Duration;
 use thruway_fs::durable;
 use tokio::sync::Mutex;
 
-/// First line of the file, and its beginning in every version.
+/// First line of the file, and its prefix in every version.
 const HEADER: &str = "thruway NFS clients 2";
 const ANY_HEADER: &str = "thruway NFS clients ";
 
 /// Last line of the file.
 const END: &str = "end";
 
-/// Beginning of the second: how long clients may take to come back, in seconds.
+/// Prefix of the second line: time in seconds for clients to reclaim.
 const LEASE: &str = "lease ";
 
 /// Permissions of the file.
 const MODE: Mode = Mode::RUSR.union(Mode::WUSR);
 
-/// Beginning of the third: the number of this start, for clients of version 3.
+/// Prefix of the third line: number of this start, for clients of version 3.
 const START: &str = "start ";
 
-/// Kinds of clients, as a word of their lines.
+/// Kinds of clients, and the word for each in the list.
 const KINDS: [(&str, Kind); 3] = [("4", Kind::WithSessions), ("4.0", Kind::WithoutSessions), ("3", Kind::Monitored)];
 
-/// Bytes of the reserve: room for some 2,000 clients with names of 30 bytes.
+/// Size of the reserve in bytes: room for some 2,000 clients with names of 30 bytes.
 const RESERVE: u64 = 256 << 10;
 
-/// The file.
+/// File with the list of clients.
 pub(crate) struct Recovery {
     path: Option<PathBuf>,
-    /// The lease time now, and the longest that clients of earlier runs may have been told.
+    /// Lease time of this run, and the longest lease that clients of this or earlier runs may have.
     lease: Duration,
     longest: Duration,
-    /// The number of this start: odd, and another one each time as long as clients of version 3 may remember the last.
+    /// Number of this start: odd, and different each time while clients of version 3 may remember the last one.
     pub start: u32,
-    /// Number of the state of affairs that it has.
+    /// Number of the list that was last written.
     stored: AtomicU64,
     storing: Mutex<()>,
 }
@@ -55,17 +56,17 @@ struct Before {
     clients: Records,
 }
 
-/// Why the list of clients is not known.
+/// Reason for the lack of a usable list of clients.
 enum NotKnown {
-    /// There is none.
+    /// The file does not exist.
     Missing,
-    /// It is damaged, or of another version.
+    /// The file is damaged or of another version; the text is for the log.
     Unreadable(&'static str),
 }
 
 fn encode(lease: Duration, start: u32, clients: &Records) -> String {
     let hex = |bytes: &[u8]| data_encoding::HEXLOWER.encode(bytes);
-    // An empty name has to be a word as well.
+    // The prefix makes a word of an empty name, too.
     let name = |client: &ClientName| format!("={}", hex(&client.name));
     let hash = |hash: &Option<[u8; 16]>| hash.map_or("-".into(), |hash| hex(&hash));
     let lines = clients.iter().map(|(client, Principal { user, kerberos, certificate })| {
@@ -121,7 +122,7 @@ fn reserve_of(path: &Path) -> PathBuf {
     path.with_extension("reserve")
 }
 
-/// Sets storage aside with which the list can be replaced when the file system is full.
+/// Reserves storage for a replacement of the list when the file system is full.
 fn keep_reserve(path: &Path) -> io::Result<()> {
     let options = OpenOptions::new().write(true).create(true).truncate(false).mode(MODE.bits()).to_owned();
     let file = options.open(reserve_of(path))?;
@@ -129,7 +130,7 @@ fn keep_reserve(path: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Replaces the list, by the reserve if the file system is full.
+/// Replaces the list. Uses the reserve if the file system is full.
 fn replace(path: &Path, content: &[u8]) -> io::Result<()> {
     let error = match durable::replace(path, content, MODE) {
         Ok(()) => return Ok(()),
@@ -141,7 +142,7 @@ fn replace(path: &Path, content: &[u8]) -> io::Result<()> {
     }
     let reserve = reserve_of(path);
     let write = || -> io::Result<()> {
-        // Its storage is there: it is written over, and cut behind that.
+        // The storage is allocated: overwrite it, then truncate the file.
         let mut file = OpenOptions::new().write(true).open(&reserve)?;
         file.write_all(content)?;
         file.set_len(content.len() as u64)?;
@@ -149,7 +150,7 @@ fn replace(path: &Path, content: &[u8]) -> io::Result<()> {
         std::fs::rename(&reserve, path)?;
         File::open(path.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new(".")))?.sync_all()
     };
-    // Without a reserve, the first error tells more.
+    // Without a reserve, the first error is more informative.
     write().map_err(|_| error)?;
     let path = path.display();
     tracing::warn!("{path}: the file system is full: the list of NFS clients takes its reserve");
@@ -157,8 +158,8 @@ fn replace(path: &Path, content: &[u8]) -> io::Result<()> {
 }
 
 impl Recovery {
-    /// Reads the file; the clients of the last run, and the lease that they knew. Those of this run will have this one. With
-    /// `had_clients`, there were earlier runs, so that a list which is not there is lost.
+    /// Reads the file. Returns the lease time and the clients of the last run; clients of this run get `lease`. With `had_clients`,
+    /// there were earlier runs, and a missing list is a lost list.
     pub(super) fn load(
         path: Option<PathBuf>,
         lease: Duration,
@@ -179,7 +180,7 @@ impl Recovery {
                 tracing::error!(
                     "{path}: the list of NFS clients is lost ({why}): no client gets back what it had open or locked, and programs that relied on a lock must be started again"
                 );
-                // Clients of version 3 remember the number of a start that is not known here.
+                // The number of the last start, which clients of version 3 remember, is not known here.
                 let start = u32::from_be_bytes(thruway_engine::random::random());
                 (Before { start, ..first }, false)
             }
@@ -191,8 +192,8 @@ impl Recovery {
             if let Err(error) = keep_reserve(path) {
                 tracing::warn!(%error, "{}: no storage can be set aside for when the file system is full", path.display());
             }
-            // A list that is there is told from one that is lost; and clients of version 3 remember the number of this start, which no
-            // later one may have again.
+            // Once a list is written, a later start can detect its loss. Clients of version 3 remember the number of this start, so no
+            // later start may use it again.
             if !is_known || clients.keys().any(|client| client.kind == Kind::Monitored) {
                 replace(path, encode(longest, start, &clients).as_bytes())?;
             }
@@ -201,22 +202,22 @@ impl Recovery {
         Ok((Recovery { path, lease, longest, start, stored, storing }, lease_before, clients))
     }
 
-    /// Writes the list of clients, and whether a grace period is in progress, unless the list with this number or a later one is
-    /// written already: one write is enough for all who have asked before it began. When this returns, the file is on the medium.
+    /// Writes the list of clients to stable storage, unless it has the list number `wanted` or a later one already. One write serves
+    /// all callers that came before it began. `records` returns the number, the list, and true if earlier clients may still reclaim.
     pub(super) async fn store(&self, wanted: u64, records: impl FnOnce() -> (u64, Records, bool)) -> io::Result<()> {
         let _storing = self.storing.lock().await;
         if self.has(wanted) {
             return Ok(());
         }
-        // Under the lock: what is stored last is the latest.
+        // Read under the lock, so that the last write has the latest list.
         let (number, clients, has_earlier) = records();
         if let Some(path) = self.path.clone() {
-            // Who comes back after another restart may have heard of either.
+            // Clients that reclaim after another restart may have either lease time.
             let lease = if has_earlier { self.longest } else { self.lease };
             let start = self.start;
             let write = move || {
                 replace(&path, encode(lease, start, &clients).as_bytes())?;
-                // Again, if it has been used: there may be room by now.
+                // Restores the reserve after use: there may be room by now.
                 let _ = keep_reserve(&path);
                 Ok::<_, io::Error>(())
             };
@@ -226,7 +227,7 @@ impl Recovery {
         Ok(())
     }
 
-    /// Whether this state of affairs, or a later one, is stored.
+    /// True if the list with this number, or a later one, is stored.
     pub(super) fn has(&self, number: u64) -> bool {
         self.stored.load(Ordering::Acquire) >= number
     }
@@ -267,14 +268,14 @@ mod tests {
         assert_eq!(load(&path).2, clients, "nothing has changed");
         runtime.block_on(recovery.store(2, || (2, Records::new(), false))).unwrap();
         assert!(load(&path).2.is_empty());
-        // A lease that is shorter now was longer for those who had something.
+        // The lease is shorter now, but earlier clients still have the longer one.
         let (shorter, before, _) = Recovery::load(Some(path.clone()), Duration::from_secs(10), true).unwrap();
         assert_eq!(before, Duration::from_secs(90));
         for (number, has_earlier, expected) in [(1, true, 90), (2, false, 10)] {
             runtime.block_on(shorter.store(number, || (number, Records::new(), has_earlier))).unwrap();
             assert_eq!(load(&path).1, Duration::from_secs(expected));
         }
-        // Each start that clients of version 3 hear of has a number of its own, also if nothing else is stored.
+        // Each start has its own number while clients of version 3 may remember it, even if nothing else is stored.
         let with = |clients: &Records| std::fs::write(&path, encode(Duration::from_secs(90), 5, clients)).unwrap();
         with(&clients);
         let starts = [(); 3].map(|()| load(&path).0.start);

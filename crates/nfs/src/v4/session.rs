@@ -59,7 +59,7 @@ pub(crate) struct ChannelLimits {
 }
 
 impl ChannelLimits {
-    /// Bytes of all replies that are kept.
+    /// Most bytes of all kept replies together.
     pub(crate) fn kept(&self) -> u64 {
         u64::from(self.requests) * u64::from(self.cached)
     }

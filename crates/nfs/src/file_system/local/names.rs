@@ -283,7 +283,7 @@ impl Inner {
         let (old, new) = (c_name(from.1)?, c_name(to.1)?);
         let (renamed, replaced) = (self.named(from.0, &old), self.named(to.0, &new));
         self.act_as(who, || rustix::fs::renameat(&from.0.fd, &*old, &to.0.fd, &*new))?;
-        // The kernel has done nothing where both names are the same file's.
+        // The kernel does nothing if both names are links of the same file.
         if renamed.is_some() && renamed == replaced {
             return Ok(());
         }

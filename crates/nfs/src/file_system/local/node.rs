@@ -140,8 +140,10 @@ pub(super) fn stat(fd: impl AsFd) -> Result<Statx> {
     if stat.stx_nlink == 0 { Err(Errno::STALE) } else { Ok(stat) }
 }
 
-/// The number of a state of a file: an even one by its time and by how many changes through here had that time, which is coarse on some
-/// kernels. Of a file that has not been changed through here since that time, an odd one: an earlier process may have counted.
+/// Change attribute of a file, from the time of its last change.
+///
+/// The number is even, and includes the count, if this process has counted changes with that time: the clock is coarse on some
+/// kernels. It is odd otherwise, because an earlier process may have counted changes with the same time.
 pub(super) fn change_of(changed: Time, counted: Option<u64>) -> u64 {
     let time = (changed.seconds as u64).wrapping_mul(1_000_000_000).wrapping_add(changed.nanoseconds.into());
     time.wrapping_mul(2).wrapping_add(counted.map_or(1, |count| count.wrapping_mul(2)))
@@ -192,10 +194,10 @@ mod tests {
     #[test]
     fn a_state_that_another_process_has_numbered_has_another_number() {
         let time = |nanoseconds| Time { seconds: 1_800_000_000, nanoseconds };
-        // A process that is killed has counted changes with one time of a coarse clock; the next one does not know how many.
+        // A killed process has counted changes with one time of a coarse clock; the next process does not have its count.
         let seen: Vec<u64> = (1..1000).map(|count| change_of(time(0), Some(count))).collect();
         assert!(!seen.contains(&change_of(time(0), None)));
-        // Later states have numbers of their own.
+        // Later states have different numbers.
         let later = [change_of(time(1_000_000), None), change_of(time(1_000_000), Some(1))];
         assert!(later.iter().all(|number| !seen.contains(number)) && later[0] != later[1]);
     }
