@@ -91,9 +91,9 @@ impl Handle {
         Ok(unsafe { OwnedFd::from_raw_fd(fd) })
     }
 
-    /// The number of the subvolume that the file is in; `None` on file systems without subvolumes. Inode numbers are unique within one.
+    /// Number of the file's subvolume; `None` on file systems without subvolumes. Inode numbers are unique within one.
     pub fn subvolume(&self) -> Option<u64> {
-        // `enum fid_type`: Btrfs, whose `struct btrfs_fid` has two 64-bit numbers, the inode's and the subvolume's; bcachefs, whose
+        // Kinds of `enum fid_type`. Btrfs: `struct btrfs_fid` has two 64-bit numbers, inode and subvolume. bcachefs:
         // `struct bcachefs_fid` has a 64-bit inode number and a 32-bit subvolume.
         match self.kind {
             _ if self.is_of_btrfs() => Some(u64::from_ne_bytes(*self.bytes.get(8..)?.first_chunk()?)),

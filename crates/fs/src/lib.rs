@@ -9,7 +9,7 @@
 //! - [`disk_lock`]: files that programs use as disks.
 //! - [`durable`]: atomic, durable replacement of small files.
 //! - [`volumes`]: the file systems that a session writes to, synced so that no write-back error is missed.
-//! - [`superblock`]: which file system a file is on, while it is mounted and after that.
+//! - [`superblock`]: identity of file systems, while they are mounted and after that.
 //! - [`xattr`]: extended attributes. [`acl`]: the access control lists in them.
 
 #![deny(unsafe_code)]

@@ -13,11 +13,11 @@ use std::os::unix::fs::MetadataExt;
 /// A mounted file system.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Superblock {
-    /// Tells it from every other file system that is mounted on this host. After a restart it may have another number, and another
-    /// file system this one. The subvolumes of one file system have one number.
+    /// Number that is unique among the file systems mounted on this host. After a restart it may differ, and another file system may
+    /// have it. The subvolumes of one file system have the same number.
     pub device: u64,
-    /// The UUID that is stored in the file system, which a copy of it has as well. Without one, or where it cannot be found out,
-    /// `f_fsid` of `statvfs(3)`; without that, the device during this boot of the host.
+    /// UUID stored in the file system; a copy of the file system has the same one. If it is absent or cannot be read: `f_fsid` of
+    /// `statvfs(3)`. If that is 0: the device number and the boot ID of the host.
     pub uuid: Box<[u8]>,
 }
 
@@ -42,10 +42,10 @@ impl Superblock {
             };
             return Ok(Superblock { device, uuid });
         };
-        // Each subvolume has a device number and an `f_fsid` of its own: that of the file system XOR the subvolume's number
+        // Each Btrfs subvolume has its own device number, and its own `f_fsid`: that of the file system XOR the subvolume's number
         // (`btrfs_statfs`).
         let whole = id ^ (subvolume >> 32) ^ (subvolume << 32);
-        // No device has this bit: the kernel's major numbers have 12 bits.
+        // No device number has this bit set: the kernel's major numbers have 12 bits.
         Ok(Superblock { device: whole | 1 << 63, uuid: uuid.unwrap_or_else(|| whole.to_le_bytes().into()) })
     }
 }
@@ -61,7 +61,7 @@ struct FsUuid {
 /// `FS_IOC_GETFSUUID`, from Linux 6.9 on.
 struct GetFsUuid(FsUuid);
 
-// SAFETY: the kernel writes a `struct fsuuid2`, which the opcode's size says, to the pointer, and nothing else.
+// SAFETY: the opcode contains the size of `struct fsuuid2`; the kernel writes one such structure to the pointer, and nothing else.
 unsafe impl Ioctl for GetFsUuid {
     type Output = FsUuid;
     const IS_MUTATING: bool = true;
@@ -81,7 +81,7 @@ unsafe impl Ioctl for GetFsUuid {
 }
 
 fn uuid_by_ioctl(file: BorrowedFd<'_>) -> Option<Box<[u8]>> {
-    // A descriptor that only names a file takes no such calls.
+    // An `O_PATH` descriptor accepts no `ioctl`, so a directory is opened again for reading.
     let open = rustix::fs::openat(file, c".", rustix::fs::OFlags::RDONLY | rustix::fs::OFlags::CLOEXEC, 0.into());
     let open = match open {
         Err(Errno::NOTDIR) => None,
@@ -93,7 +93,7 @@ fn uuid_by_ioctl(file: BorrowedFd<'_>) -> Option<Box<[u8]>> {
     found.uuid.get(..found.len.into()).filter(|uuid| !uuid.is_empty()).map(Into::into)
 }
 
-/// The UUID under which udev has found the device of a file system.
+/// UUID of the udev link to the device of a file system.
 fn uuid_by_link(device: u64) -> Option<Box<[u8]>> {
     let links = std::fs::read_dir("/dev/disk/by-uuid").ok()?;
     let found =

@@ -65,7 +65,7 @@ const PING_INTERVAL: Duration = Duration::from_secs(10);
 /// Messages of a link at a time.
 const TURN: usize = 16;
 
-/// Messages of a process, or new processes, that are taken before others have their turn.
+/// Most messages of one process, or new processes, that are handled before other work.
 const LOCAL_TURN: usize = 64;
 /// How long there is nothing to do before what is not urgent is said.
 const LAZY: Duration = Duration::from_micros(30);
@@ -323,7 +323,7 @@ impl State {
                 // It is looked at in any case.
                 DEVICE => {}
                 DOOR => {
-                    // What is left is there at the next look.
+                    // The next poll reports the others.
                     for _ in 0..LOCAL_TURN {
                         let Some(socket) = self.door.accept(&self.about) else { break };
                         let number = NUMBERS + u64::from(self.number());
@@ -339,7 +339,7 @@ impl State {
         Ok(did)
     }
 
-    /// Takes messages of a process. One that says something without end does not keep the relay from its links and other processes.
+    /// Handles at most [`LOCAL_TURN`] messages of a process, so that a flood of them cannot starve the links and other processes.
     fn hear(&mut self, client: u64) -> bool {
         let mut did = false;
         for _ in 0..LOCAL_TURN {

@@ -1,7 +1,7 @@
 //! Cooperative scheduling of connections: the work a connection may do before its reactor runs the other tasks.
 //!
 //! A socket that always has data never makes its task wait. Without a budget, one peer that sends faster than it is served would
-//! occupy the reactor, and every other connection of that reactor would stand still.
+//! occupy the reactor and stall all its other connections.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -11,7 +11,7 @@ pub const MESSAGES_MAX: usize = 64;
 /// Bytes that one connection may receive between two yields.
 pub const BYTES_MAX: usize = 256 << 10;
 
-/// Largest turns since the process began, over all connections.
+/// Most messages and most bytes of a turn of any connection since the process began.
 static LARGEST: [AtomicUsize; 2] = [const { AtomicUsize::new(0) }; 2];
 
 /// Work of one connection since it last yielded.
@@ -59,11 +59,11 @@ impl Budget {
         self.0.bytes += bytes;
     }
 
-    /// Ends the turn: the task has waited, or is about to.
+    /// Ends the turn: the task has waited, or is about to wait.
     pub fn end_turn(&mut self) {
         let Turn { messages, bytes } = std::mem::take(&mut self.0);
         for (largest, turn) in LARGEST.iter().zip([messages, bytes]) {
-            // Most turns are no larger, and a load does not take the cache line from other processors.
+            // Few turns are larger, and a load leaves the cache line shared with other processors.
             if turn > largest.load(Ordering::Relaxed) {
                 largest.fetch_max(turn, Ordering::Relaxed);
             }

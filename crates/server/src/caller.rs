@@ -1,4 +1,4 @@
-//! The host that the current task works for, so that work in shared queues is shared out between hosts.
+//! The host that the current task works for. Shared queues use it to let hosts take turns.
 
 use std::future::Future;
 use thruway_tcp::Origin;
@@ -7,7 +7,7 @@ tokio::task_local! {
     static CALLER: Origin;
 }
 
-/// Does work that a host has asked for.
+/// Runs work for a host, which [`current`] returns within it.
 pub async fn on_behalf_of<T>(caller: Origin, work: impl Future<Output = T>) -> T {
     CALLER.scope(caller, work).await
 }

@@ -10,7 +10,7 @@
 //! - [`stream`], [`reader`], [`writer`]: connections, plain or TLS, split into two halves. What is sent is a
 //!   [`message`]: headers, and bodies gathered from memory of several kinds or straight from the page cache.
 //! - [`send_queue`]: the unsent messages of one connection, bounded.
-//! - [`budget`]: how much a connection receives before the reactor runs other tasks.
+//! - [`budget`]: limit of data that a connection receives before the reactor runs other tasks.
 //! - [`buffers`]: buffer pools of one connection, so that none waits for another's.
 //! - [`rdma`]: RDMA connections: messages, and the peer's memory to read from and write to.
 //! - [`service`]: what a daemon asks of each of its services.

@@ -1,4 +1,4 @@
-//! Peers that send faster than they are served, for tests of each listener: the other clients of the reactors go on.
+//! Flooding peers, for tests of each listener: other clients of the same reactors must still be served.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::TcpStream;
@@ -10,10 +10,10 @@ use thruway_server::budget::{BYTES_MAX, MESSAGES_MAX, largest_turn};
 const CLIENTS: usize = 4;
 /// Calls of all clients during one flood.
 const CALLS: usize = 10_000;
-/// Time after which a flood looks at its stop flag again.
+/// Interval at which a flood checks its stop flag.
 const POLL: Duration = Duration::from_millis(50);
 
-/// Sends `what` again and again, until told to stop or the server ends the connection. Replies are read or left in the socket.
+/// Sends `what` repeatedly, until `stop` is set or the server closes the connection. Replies are read, or left in the socket.
 #[allow(dead_code)]
 pub(crate) fn send_again_and_again(mut stream: TcpStream, what: &[u8], reads: bool, stop: &AtomicBool) {
     stream.set_write_timeout(Some(POLL)).unwrap();
@@ -45,8 +45,8 @@ pub(crate) fn send_again_and_again(mut stream: TcpStream, what: &[u8], reads: bo
     });
 }
 
-/// Runs `flood` in several threads and four clients beside them, each of which connects and then calls; asserts that every call is
-/// answered and that no connection had more than its budget.
+/// Runs `flood` in several threads, beside four clients that connect and then call. Asserts that every call is answered and that no
+/// connection exceeds its budget.
 pub(crate) fn serves_others_during<C>(
     name: &str,
     floods: usize,
