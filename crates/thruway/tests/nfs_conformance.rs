@@ -1,4 +1,4 @@
-//! The table of operations and errors of NFS version 4: each case is run against a daemon, and the book's page is made of the table.
+//! Table of operations and errors of NFS version 4: runs each case against a daemon, and generates the page of the book.
 
 #[path = "nfs/mod.rs"]
 mod nfs;
@@ -138,7 +138,7 @@ fn every_case_of_the_table_has_the_result_that_the_rfc_asks_for() {
     daemon.stop();
 }
 
-/// Every number is an operation of the table, of a minor version that has it, or illegal.
+/// Each operation number is refused, unless the table has it as served in the minor version.
 #[test]
 fn operations_that_are_not_served_are_refused() {
     const LAST: u32 = 80;
@@ -149,7 +149,7 @@ fn operations_that_are_not_served_are_refused() {
     let operations: BTreeMap<u32, Operation> = table().operation.into_iter().map(|op| (op.number, op)).collect();
     for minor in 0..=2 {
         let expected = |number: u32| match operations.get(&number) {
-            // Later versions know those of version 4.0 that they do not have.
+            // Operations that only version 4.0 has are known to later versions, but not supported.
             Some(op) if op.versions == [0] && minor > 0 => Some("NOTSUPP"),
             Some(op) if !op.versions.contains(&minor) => Some("OP_ILLEGAL"),
             Some(op) => op.absent.as_ref().map(|_| "NOTSUPP"),

@@ -1,4 +1,4 @@
-//! Identity of shared files: in handles, in the state of clients, and in attributes. The tests mount file systems, which needs root.
+//! Identity of shared files in handles, client state and attributes. The tests mount file systems, which requires root.
 
 #[path = "nfs/mod.rs"]
 mod nfs;
@@ -102,7 +102,7 @@ print(client.handle(b"a", b"f").hex(), client.attributes(client.handle(b"a"), 8)
         let before = python(&daemon.at("nfs"), script, &[]);
         daemon.stop();
         drop(mounted);
-        // The other image takes the first one's device.
+        // Another image takes the device of the first one.
         let other = Lab::new();
         let in_the_way = LoopDevice::over(&self::image(&other, "other", "ext4"));
         let mounted = Mounted::new(&image, dir.clone());
@@ -137,7 +137,7 @@ for handle in map(bytes.fromhex, args):
 "#;
     python(&daemon.at("nfs"), script, &handles.split_whitespace().collect::<Vec<_>>());
     daemon.stop();
-    // The directory itself may be elsewhere by then, or have another share beside it.
+    // Handles of the old directory are valid again, also beside another share.
     let daemon = serve(&lab, &[("other", &new), ("data", &old)]);
     let script = r#"assert Client(at, b"client").read(bytes.fromhex(args[1])) == (OK, b"old secret")"#;
     python(&daemon.at("nfs"), script, &handles.split_whitespace().collect::<Vec<_>>());

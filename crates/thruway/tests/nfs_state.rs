@@ -1,4 +1,4 @@
-//! State of NFS clients: who may have it back after a restart, and how much of what there is for all one host can take.
+//! State of NFS clients: reclaim after a restart, and quotas per host.
 
 #[path = "nfs/mod.rs"]
 mod nfs;
@@ -12,14 +12,14 @@ use std::process::{Command, Stdio};
 use support::disks::{Disks, ok, text};
 use support::{Lab, THRUWAY};
 
-/// A directory that everybody may change.
+/// A directory that all users may change.
 fn shared(lab: &Lab) -> PathBuf {
     let dir = lab.mkdir("shared");
     fs::set_permissions(&dir, fs::Permissions::from_mode(0o777)).unwrap();
     dir
 }
 
-/// A daemon that shares that directory as `d`, with these options, a lease and state of its own.
+/// Starts a daemon that shares this directory as `d`, with these options and its own lease and state directory.
 fn serve_by(command: &mut Command, lab: &Lab, options: &str, lease: &str) -> Disks {
     let (dir, state) = (shared(lab), lab.path("state"));
     let share = format!("d={},squash=none{options}", text(&dir));
@@ -31,7 +31,7 @@ fn serve(lab: &Lab, options: &str, lease: &str) -> Disks {
     serve_by(&mut Command::new(THRUWAY), lab, options, lease)
 }
 
-/// Killed, so that clients may have back what they have.
+/// Kills the daemon, so that clients may reclaim after the next start.
 fn kill(daemon: Disks) {
     ok("kill", &["-KILL", &daemon.child.id().to_string()]);
     drop(daemon);
@@ -155,7 +155,7 @@ impl Drop for SmallState {
 
 #[test]
 fn a_full_state_directory_holds_up_only_clients_that_are_not_stored() {
-    // With room for a reserve, and without.
+    // With room for the reserve, and without.
     for (size, new_comes_in) in [("1m", true), ("64k", false)] {
         let lab = Lab::new();
         let _state = SmallState::new(&lab, size);
@@ -188,7 +188,7 @@ fn a_host_that_opens_many_files_keeps_no_other_from_opening_some() {
     let lab = Lab::new();
     let dir = shared(&lab);
     (0..600).for_each(|n| fs::write(dir.join(n.to_string()), "").unwrap());
-    // An eighth of the descriptors: 512 files.
+    // The limit of open files is an eighth of the descriptors: 512.
     let daemon = serve_by(Command::new("prlimit").args(["--nofile=4096", THRUWAY]), &lab, "", "30");
     let script = r#"
 many, other = Client(at, b"many", source="127.0.0.3"), Client(at, b"other", source="127.0.0.2")

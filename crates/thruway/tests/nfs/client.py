@@ -1,4 +1,4 @@
-"""Clients of NFS that send what a test asks for, also what no kernel's client would send."""
+"""NFS clients that send any request of a test, including requests that kernel clients never send."""
 import os, select, socket, struct, sys, time
 
 OK, PERM, NOENT, IO, ACCESS, EXIST, ROFS, STALE = 0, 1, 2, 5, 13, 17, 30, 70
@@ -44,7 +44,7 @@ class Reply:
 
 
 class Connection:
-    """Calls by TCP, one at a time, as a user of the host with this address."""
+    """A TCP connection for one call after the other, with a user ID and a source address."""
 
     def __init__(self, at, source="127.0.0.1", uid=0, gid=0):
         host, port = at.rsplit(":", 1)
@@ -93,7 +93,7 @@ class Connection:
 
 
 def mount3(at, path, **who):
-    """The handle of a directory by version 3."""
+    """Returns the version 3 handle of a directory."""
     reply = Connection(at, **who).call(100005, 3, 1, opaque(path))
     assert reply.u32() == OK
     return reply.opaque()
@@ -133,11 +133,11 @@ class Client(Connection):
         return status
 
     def open_number(self, owner):
-        """The number of an operation of an owner: versions with sessions have none."""
+        """Returns the seqid of an owner's operation: 0 in versions with sessions."""
         return 0
 
     def run(self, *operations, **who):
-        """Runs operations behind SEQUENCE; the status, and the results behind those of SEQUENCE."""
+        """Runs operations after SEQUENCE. Returns the status, and the results after that of SEQUENCE."""
         self.sequence += 1
         sequence = words(53) + self.session + words(self.sequence, 0, 0, 0)
         status, reply = self.compound(sequence, *operations, **who)
@@ -161,7 +161,7 @@ class Client(Connection):
         return reply.opaque()
 
     def open(self, dir, name, access=READ, deny=0, owner=b"owner", how=words(0), claim=None, want=WANT_NONE, **who):
-        """OPEN: the status, and the stateid, the handle, and the stateid of what is delegated."""
+        """OPEN. Returns the status, the stateid, the handle, and the stateid of the delegation."""
         claim = words(0) + opaque(name) if claim is None else claim
         number = self.open_number(owner)
         open = words(18, number, access | want, deny) + self.id + opaque(owner) + how + claim
@@ -211,7 +211,7 @@ class Client(Connection):
         return self.run(words(22) + opaque(handle), write, **who)[0]
 
     def attributes(self, handle, *numbers, **who):
-        """GETATTR: the status, and the values as they come."""
+        """GETATTR. Returns the status and the encoded values."""
         bits = words(2, sum(1 << n for n in numbers if n < 32), sum(1 << n - 32 for n in numbers if n >= 32))
         status, reply = self.run(words(22) + opaque(handle), words(9) + bits, **who)
         if status != OK:
@@ -233,7 +233,7 @@ class Client(Connection):
         return self.run(words(22) + opaque(handle), words(8) + stateid)[0]
 
     def callback(self, limit=60):
-        """Waits for a call of the server's and answers it; false if none comes."""
+        """Waits for a callback and answers it. Returns false if none arrives."""
         if not self.calls and not select.select([self.stream], [], [], limit)[0]:
             return False
         call = self.calls.pop(0) if self.calls else self.message()

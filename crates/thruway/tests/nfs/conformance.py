@@ -1,4 +1,4 @@
-"""Cases of the table of operations and errors (`conformance.toml`): each returns the status of the operation that it is about."""
+"""Cases of the table of operations and errors (`conformance.toml`). Each returns the status of the operation under test."""
 from client import *
 
 CASES = {}
@@ -10,7 +10,7 @@ def case(function):
 
 
 class Lab:
-    """A client of a minor version, and a directory of its own on a share."""
+    """A client of a minor version, with its own directory on a share."""
 
     def __init__(self, at, minor, share, name):
         self.at, self.minor = at, minor
@@ -27,19 +27,19 @@ class Lab:
         return kind(self.at, name, minor=self.minor, **who)
 
     def make(self, name=b"f", **how):
-        """Makes a file and opens it: its stateid and its handle."""
+        """Creates and opens a file. Returns its stateid and its handle."""
         status, stateid, handle, _ = self.client.create(self.dir, name, **how)
         assert status == OK, status
         return stateid, handle
 
     def put(self, name=b"f"):
-        """Makes a file that nobody has open; its handle."""
+        """Creates a file and closes it. Returns its handle."""
         stateid, handle = self.make(name, owner=b"maker")
         assert self.client.close(handle, stateid, owner=b"maker") == OK
         return handle
 
     def special(self, kind, name=b"s"):
-        """Makes something that is no file; its handle."""
+        """Creates an entry of another type than a file. Returns its handle."""
         more = {2: b"", 5: opaque(b"target"), 7: b"", 6: b""}[kind]
         status, _ = self.in_dir(words(6, kind) + more + opaque(name) + words(0, 0))
         assert status == OK, status
@@ -222,7 +222,7 @@ def open_downgrade_to_modes_that_were_not_opened(lab):
 @case
 def open_exclusive_with_another_verifier(lab):
     how = lambda first: words(1, 2) + bytes([first, 1, 1, 1, 1, 1, 1, 1])
-    # The numbers differ in the highest bit only.
+    # The verifiers differ in the highest bit only.
     assert lab.client.open(lab.dir, b"x", access=BOTH, how=how(0x01), owner=b"one")[0] == OK
     return lab.client.open(lab.dir, b"x", access=BOTH, how=how(0x81), owner=b"two")[0]
 

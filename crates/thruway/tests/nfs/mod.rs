@@ -1,4 +1,4 @@
-//! Clients of NFS in Python, for scripts of tests.
+//! NFS clients in Python, for scripts of tests.
 
 use crate::support::disks::ok;
 

@@ -88,7 +88,7 @@ const KEY_FILE: &str = "nfs-handles";
 /// The file with the clients that have something open, in the same directory.
 const CLIENTS_FILE: &str = "nfs-clients";
 
-/// The file with the numbers of the file systems that shares are on, in the same directory.
+/// File with the numbers of the shares' file systems, in the same directory.
 const NUMBERS_FILE: &str = "nfs-file-systems";
 
 /// The file whose lock says that a daemon has its state there.
@@ -110,11 +110,11 @@ fn handle_key(state: &Path) -> Result<[u8; 32], String> {
     }
 }
 
-/// Time that the threads of a daemon which has been killed may take to end, and how often the lock is tried meanwhile.
+/// Longest wait for the lock while the threads of a killed daemon end, and the interval of attempts.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(2);
 const LOCK_AGAIN_AFTER: Duration = Duration::from_millis(20);
 
-/// Holds the state for this daemon; `None` if another one does.
+/// Locks the state directory for this daemon; `None` if another daemon has locked it.
 fn hold(state: &Path) -> std::io::Result<Option<File>> {
     let begun = Instant::now();
     loop {
@@ -194,8 +194,8 @@ impl NfsArgs {
         self.share.iter().flat_map(Spec::securities).all(|set| !set.contains(Security::Sys))
     }
 
-    /// What would keep shares from being served, as far as can be told without serving them.
-    /// With each, the part of the configuration that it is about.
+    /// Errors that would keep shares from being served, as far as they can be found without serving. Each comes with the part of the
+    /// configuration that it concerns.
     pub(super) fn mistakes(&self) -> Vec<(String, String)> {
         let share = |spec: &Spec| Some((format!("share '{}'", spec.name()), spec.open(None, 1).err()?));
         let tls = self.tls().err().map(|error| ("--nfs-tls-cert".into(), error));
@@ -249,7 +249,7 @@ impl NfsService {
                 state.display()
             )
         })?;
-        // The key is made by the first start.
+        // The first start creates the key.
         let had_clients = state.join(KEY_FILE).exists();
         let key = handle_key(state)?;
         let directories = args.share.iter().filter(|share| share.is_directory()).count();

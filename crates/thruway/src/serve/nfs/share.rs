@@ -45,7 +45,7 @@ pub(in crate::serve) struct Spec {
 
 /// State of shares that outlives the daemon.
 pub(super) struct ShareState<'a> {
-    /// The daemon's directory for it.
+    /// State directory of the daemon.
     pub(super) directory: &'a Path,
     pub(super) numbers: Arc<FileSystemNumbers>,
 }
@@ -146,8 +146,8 @@ impl Spec {
         &self.name
     }
 
-    /// Opens the directory, or makes the memory, of the share. Without `state` this is only a trial. `directories` of the daemon's
-    /// shares are directories.
+    /// Opens the directory of the share, or creates its memory. Without `state` this is only a trial. `directories` is the number of
+    /// shares that are directories.
     pub(super) fn open(&self, state: Option<&ShareState<'_>>, directories: usize) -> Result<Share, String> {
         let files: Box<dyn FileSystem> = match &self.source {
             Source::Directory(path) => Box::new(self.open_directory(path, state, directories as u64)?),
@@ -182,7 +182,7 @@ impl Spec {
         self.directory().is_some()
     }
 
-    /// The directory of this host that it is.
+    /// Its directory on this host; `None` for memory.
     pub(in crate::serve) fn directory(&self) -> Option<&Path> {
         match &self.source {
             Source::Directory(path) => Some(path),
@@ -190,7 +190,7 @@ impl Spec {
         }
     }
 
-    /// The file system of its directory; `None` for memory, and if the directory cannot be opened.
+    /// File system of its directory; `None` for memory, and if the directory cannot be opened.
     pub(super) fn superblock(&self) -> Option<Superblock> {
         let Source::Directory(path) = &self.source else { return None };
         Superblock::of(std::fs::File::open(path).ok()?).ok()
