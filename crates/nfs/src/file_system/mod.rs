@@ -162,7 +162,7 @@ pub enum Make {
 
 /// Times that store the verifier of an exclusive creation (RFC 1813, section 3.3.8). Of each half, 31 bits are stored as seconds, which
 /// every file system has, and the highest bit as half a second.
-fn exclusive_times(number: [u8; 8]) -> (Time, Time) {
+pub(crate) fn exclusive_times(number: [u8; 8]) -> (Time, Time) {
     let [a, b, c, d, e, f, g, h] = number;
     let time = |bytes| {
         let half = u32::from_be_bytes(bytes);

@@ -6,7 +6,7 @@ use super::compound::{Compound, Done, Failure, Object, get_name, put_change_info
 use super::recall;
 use super::status::Status;
 use crate::delegations::Delegate;
-use crate::file_system::{Attributes, Kind, Make, OpenGuard, Rights, SetAttributes};
+use crate::file_system::{Attributes, Kind, Make, OpenGuard, Rights, SetAttributes, SetTime, exclusive_times};
 use crate::share::Target;
 use crate::state::{
     Delegated, GrantPermit, LockRequest, Modes, OpenAs, Owner, READ, Range, Refused, Role, State, Stateid, Turn, WRITE,
@@ -362,16 +362,32 @@ impl<'a> Compound<'a> {
             let file_system = dir.share.files.fsid();
             let check = |state: &mut State, now| state.check_opener(now, client, owner, file_system);
             self.server.retry_on_conflict(check).await?;
-            match dir.share.files.make(&dir.who, &dir.file, name, what.clone(), wanted.set).await {
+            let files = &dir.share.files;
+            let (made, is_found) = match &what {
+                Make::Exclusive(number) => {
+                    // At first as a new file with these times: a repeated creation finds a file, and must not remove it.
+                    let (accessed, modified) = exclusive_times(*number);
+                    let (accessed, modified) = (Some(SetTime::To(accessed)), Some(SetTime::To(modified)));
+                    let set = SetAttributes { accessed, modified, ..wanted.set };
+                    match files.make(&dir.who, &dir.file, name, Make::NewFile, set).await {
+                        Err(Errno::EXIST) => {
+                            (files.make(&dir.who, &dir.file, name, what.clone(), wanted.set).await, true)
+                        }
+                        made => (made, false),
+                    }
+                }
+                _ => (files.make(&dir.who, &dir.file, name, what.clone(), wanted.set).await, false),
+            };
+            match made {
                 // Somebody else has made it meanwhile.
                 Err(Errno::EXIST) if may_exist => {}
                 made => {
                     let (file, attributes) = made?;
                     let target = Target { file, ..dir.clone() };
                     let after = dir.attributes().await;
-                    // What a repeated exclusive creation finds may be another's that has the times which are its number.
-                    let is_new = attributes.uid == dir.who.uid;
-                    let made = Some(Made { dir, name, change: attributes.change });
+                    // What is found may be another user's file that happens to have these times.
+                    let is_new = !is_found || attributes.uid == dir.who.uid;
+                    let made = (!is_found).then_some(Made { dir, name, change: attributes.change });
                     return Ok(Opening { is_new, made, which, ..Opening::of_existing(target, (before, after)) });
                 }
             }

@@ -106,6 +106,7 @@ fn the_number_of_an_exclusive_creation_opens_nobody_elses_file() {
     assert_eq!(status(&client.in_session(3, &open_exclusively(b"f", [5, 7]))).0, 17);
     client.user = Some(2000);
     assert_eq!(status(&client.in_session(3, &open_exclusively(b"f", [5, 6]))).0, Status::ACCESS.0);
+    assert_eq!(status(&client.in_session(3, &open_exclusively(b"f", [5, 7]))).0, 17, "it is still there");
 }
 
 #[test]
