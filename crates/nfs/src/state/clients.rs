@@ -105,6 +105,8 @@ pub(super) struct Client {
     pub held: HashSet<u64>,
     pub weight: usize,
     pub delegations: usize,
+    /// Time of its last WRITE or DELEGRETURN.
+    pub progressed: u64,
     /// If it is one of version 4.0.
     pub numbering: Option<Numbering>,
     /// If it is one of version 3: the number of its start, if that is known.
@@ -185,6 +187,7 @@ impl State {
             created: None,
             lease: Arc::new(Lease::new(now)),
             sessions: 0,
+            progressed: 0,
             has_reclaimed: false,
             record: 0,
             is_given_up: false,

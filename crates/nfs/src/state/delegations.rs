@@ -17,7 +17,7 @@ use thruway_tcp::Origin;
 pub(super) struct Delegation {
     pub client: u64,
     /// Host of the client.
-    origin: Origin,
+    pub origin: Origin,
     pub file: FileIdentity,
     pub is_write: bool,
     /// User that opened the file and passed the check of its rights.
@@ -58,6 +58,8 @@ pub(crate) struct Recalled {
     pub is_write: bool,
     /// Time in milliseconds that others may still wait for delegations of its host.
     pub time_left_ms: u64,
+    /// Time in milliseconds since the client's last WRITE or DELEGRETURN.
+    pub idle_ms: u64,
 }
 
 impl State {
@@ -224,6 +226,7 @@ impl State {
             handle: delegation.handle.clone(),
             is_write: delegation.is_write,
             time_left_ms: self.recall_time_left(self.now, delegation.origin),
+            idle_ms: self.now - self.clients.get(&delegation.client).map_or(0, |client| client.progressed),
         })
     }
 
@@ -256,6 +259,13 @@ impl State {
         Some(client)
     }
 
+    /// A client has written, or has returned a delegation.
+    pub(super) fn note_progress(&mut self, client: u64) {
+        if let Some(client) = self.clients.get_mut(&client) {
+            client.progressed = self.now;
+        }
+    }
+
     /// A client does not know of a delegation that has been recalled.
     pub(crate) fn forget_delegation(&mut self, number: u64) {
         if matches!(self.held.get(&number), Some(Held::Delegation(delegation)) if !delegation.is_revoked) {
@@ -282,6 +292,7 @@ impl State {
         match self.find(client, stateid)? {
             (number, Held::Delegation(delegation)) if delegation.file == *file => {
                 self.remove_held(number);
+                self.note_progress(client);
                 Ok(())
             }
             _ => Err(Status::BAD_STATEID),

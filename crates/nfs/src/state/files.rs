@@ -515,6 +515,9 @@ impl State {
                 Err(other) => Err(other),
             };
         }
+        if is_write {
+            self.note_progress(client);
+        }
         let (_, held) = self.find(client, stateid)?;
         let open = match held {
             Held::Open(open) => open,

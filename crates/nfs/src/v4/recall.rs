@@ -21,6 +21,9 @@ pub(super) const WAIT: Duration = Duration::from_millis(50);
 /// What programs of the host wait for is revoked so long before the kernel lets them go on.
 const BEFORE_BREAK: Duration = Duration::from_secs(5);
 
+/// A client that writes its data back may take this many leases for it (RFC 8881, section 10.2).
+const LEASES_OF_WRITER: u32 = 10;
+
 /// A client that has been called and says for this long that it has no such delegation has none.
 const UNKNOWN_AFTER: Duration = Duration::from_secs(5);
 
@@ -36,15 +39,19 @@ const AGAIN_AFTER_MAX: Duration = Duration::from_secs(2);
 pub(super) fn start(server: &Arc<Server>, number: u64) {
     let server = Arc::clone(server);
     reactor::start(async move {
-        let (limit, time_left) = limits(&server, number);
-        // However slow the client is, the wait ends when the remaining time of its host is used up.
-        let last = Instant::now() + time_left;
-        let until = Cell::new((Instant::now() + limit).min(last));
-        let told = || until.set((Instant::now() + limit).min(last));
+        let begin = Instant::now();
+        let Limits { after_answer, in_all } = limits(&server, number);
+        let last = begin + in_all;
+        let until = Cell::new((begin + after_answer).min(last));
+        let told = || until.set((Instant::now() + after_answer).min(last));
         let mut given_back = std::pin::pin!(recall(&server, number, told));
         while let Err(_elapsed) = timeout_at(until.get(), given_back.as_mut()).await {
-            if Instant::now() >= until.get() {
-                break;
+            let now = Instant::now();
+            if now >= until.get() {
+                match until_for_writer(&server, number, begin).filter(|later| *later > now) {
+                    Some(later) => until.set(later),
+                    None => break,
+                }
             }
         }
         if server.state(|state, _| state.recalled(number)).is_none() {
@@ -57,16 +64,35 @@ pub(super) fn start(server: &Arc<Server>, number: u64) {
     });
 }
 
-/// Limit of a recall, from the answer of the client on, and the remaining time that others may wait for its host.
-///
-/// The limit is one lease, or less where the kernel lets others wait for less.
-fn limits(server: &Arc<Server>, number: u64) -> (Duration, Duration) {
+/// Limits of a recall.
+struct Limits {
+    /// From the answer of the client on.
+    after_answer: Duration,
+    /// From the begin of the recall on, however slow the client is.
+    in_all: Duration,
+}
+
+/// The limit is one lease, less if others have waited for delegations of the same host, or if the kernel revokes its lease sooner.
+fn limits(server: &Arc<Server>, number: u64) -> Limits {
     let recalled = server.state(|state, _| state.recalled(number));
-    let is_write = recalled.as_ref().is_some_and(|recalled| recalled.is_write);
-    let break_time = if is_write { None } else { thruway_fs::lease::break_time() };
-    let limit =
-        break_time.map_or(server.lease, |time| server.lease.min(time.saturating_sub(BEFORE_BREAK).max(time / 2)));
-    (limit, Duration::from_millis(recalled.map_or(0, |recalled| recalled.time_left_ms)))
+    let in_all = Duration::from_millis(recalled.as_ref().map_or(0, |recalled| recalled.time_left_ms));
+    let is_write = recalled.is_some_and(|recalled| recalled.is_write);
+    match thruway_fs::lease::break_time().filter(|_| !is_write) {
+        None => Limits { after_answer: server.lease, in_all },
+        Some(time) => {
+            // The kernel counts from the begin of the recall.
+            let in_all = in_all.min(time.saturating_sub(BEFORE_BREAK).max(time / 2));
+            Limits { after_answer: server.lease, in_all }
+        }
+    }
+}
+
+/// Until when a client may keep a write delegation beyond its [`limits`]: one lease after its last WRITE or DELEGRETURN, and at most
+/// [`LEASES_OF_WRITER`] after the begin of the recall. What it has not written yet would be lost.
+fn until_for_writer(server: &Arc<Server>, number: u64, begin: Instant) -> Option<Instant> {
+    let recalled = server.state(|state, _| state.recalled(number)).filter(|recalled| recalled.is_write)?;
+    let left = server.lease.saturating_sub(Duration::from_millis(recalled.idle_ms));
+    Some((Instant::now() + left).min(begin + server.lease * LEASES_OF_WRITER))
 }
 
 /// Returns when it has been given back; says when the client knows that it is to do that.
