@@ -578,6 +578,7 @@ impl State {
         if let Some(origin) = closed_by {
             self.count_open_file(file.file_system, origin, false);
         }
+        self.charge_open_file(&file);
         let Some(state) = self.files.get_mut(&file) else { return };
         if !state.waiting.is_empty() {
             self.to_wake.insert(file);

@@ -224,6 +224,11 @@ impl FileState {
         if self.opens.is_empty() && self.delegations.is_empty() { self.opened_by.take() } else { None }
     }
 
+    /// Host with the most opens and lock owners.
+    fn most(&self) -> Option<Origin> {
+        self.by_origin.iter().max_by_key(|(_, count)| **count).map(|(origin, _)| *origin)
+    }
+
     pub(super) fn is_unused(&self) -> bool {
         let has_state = !self.opens.is_empty() || !self.holders.is_empty() || !self.locks.is_empty();
         !has_state && self.delegations.is_empty() && self.changes == 0
@@ -326,9 +331,13 @@ impl State {
         }
         let known = self.clients.get(&client).ok_or_else(|| self.gone(client))?;
         if state.is_some_and(|state| state.opened_by.is_some()) {
-            return self.check_room_in_file(now, known.origin, file);
+            self.check_room_in_file(now, known.origin, file)?;
         }
-        self.check_open_files(now, known.origin, file.file_system)
+        // What another host has open counts for this one as soon as the other closes it.
+        match state.is_some_and(|state| state.held_of(known.origin) > 0) {
+            true => Ok(()),
+            false => self.check_open_files(now, known.origin, file.file_system),
+        }
     }
 
     /// True if a file is open or delegated.
@@ -609,6 +618,26 @@ impl State {
         let state = self.files.get_mut(file).expect("a file with owners of locks");
         state.locks.lock(number, is_write, range);
         Ok(number)
+    }
+
+    /// Counts an open file for another host, after the host that it was counted for has closed it.
+    pub(super) fn charge_open_file(&mut self, file: &FileIdentity) {
+        let Some(state) = self.files.get(file) else { return };
+        let Some(old) = state.opened_by.filter(|old| state.held_of(*old) == 0) else { return };
+        let delegated = state.delegations.iter().filter_map(|number| match self.held.get(number) {
+            Some(Held::Delegation(delegation)) => Some(delegation.origin),
+            _ => None,
+        });
+        let mut delegated = delegated.peekable();
+        let to = state.most().or(delegated.peek().copied());
+        if delegated.any(|origin| origin == old) {
+            return;
+        }
+        if let Some(new) = to {
+            self.files.get_mut(file).expect("it has just been there").opened_by = Some(new);
+            self.count_open_file(file.file_system, old, false);
+            self.count_open_file(file.file_system, new, true);
+        }
     }
 
     /// There is no room because of those who have something of a file.

@@ -1051,6 +1051,58 @@ fn a_host_that_opens_many_files_keeps_no_other_out() {
 }
 
 #[test]
+fn an_open_file_counts_for_a_host_that_has_it_open() {
+    const MAX: usize = 9;
+    let mut state = State::new(7, LEASE, Records::new()).with_open_files([(1, MAX)]);
+    let [a, b] =
+        ["192.0.2.1", "198.51.100.7"].map(|address| client_from(&mut state, 0, address.len(), address).unwrap());
+    for of in 0..6 {
+        let first = open(&mut state, 0, a, "o", of, (READ, 0)).unwrap();
+        open(&mut state, 0, b, "o", of, (READ, 0)).unwrap();
+        state.close(a, first, &file(of)).unwrap();
+        state.check_counts();
+    }
+    assert!(state.check_open(0, a, b"o", &file(10)).is_ok(), "it has nothing open");
+    // More than its share a host does not get by opening what others have open.
+    let theirs = [6, 7].map(|of| (of, open(&mut state, 0, a, "o", of, (READ, 0)).unwrap()));
+    assert_eq!(state.check_open(0, b, b"o", &file(6)), Ok(()));
+    open(&mut state, 0, b, "o", 8, (READ, 0)).unwrap();
+    assert_eq!(state.check_open(0, b, b"o", &file(6)), Err(Refused::Status(Status::NOSPC)));
+    assert_eq!(state.check_open(0, b, b"p", &file(1)), Ok(()), "it has it open");
+    theirs.into_iter().for_each(|(of, stateid)| state.close(a, stateid, &file(of)).unwrap());
+    // A delegation keeps the file counted for its host.
+    let opened = open(&mut state, 0, a, "o", 10, (READ, 0)).unwrap();
+    delegate(&mut state, 0, a, 10, false).unwrap();
+    let other = open(&mut state, 0, b, "o", 10, (READ, 0)).unwrap();
+    state.close(a, opened, &file(10)).unwrap();
+    state.close(b, other, &file(10)).unwrap();
+    state.check_counts();
+}
+
+#[test]
+fn a_client_that_writes_its_data_back_is_not_idle() {
+    let mut state = State::new(7, LEASE, Records::new());
+    let a = client(&mut state, 0, "a");
+    for of in 0..2 {
+        open(&mut state, 0, a, "o", of, (READ | WRITE, 0)).unwrap();
+    }
+    let stateids = [0, 1].map(|of| delegate(&mut state, 0, a, of, true).unwrap());
+    [0, 1].into_iter().for_each(|of| state.recall_all(0, &file(of)));
+    let number = state.take_recalls()[1];
+    let idle = |state: &mut State, now| {
+        state.tick(now);
+        state.recalled(number).unwrap().idle_ms
+    };
+    assert_eq!(idle(&mut state, 100), 100);
+    assert_eq!(state.access(100, a, USER, stateids[0], &file(0), false), Ok(true));
+    assert_eq!(idle(&mut state, 100), 100, "it reads");
+    assert_eq!(state.access(100, a, USER, stateids[0], &file(0), true), Ok(true));
+    assert_eq!(idle(&mut state, 110), 10);
+    state.give_back(a, stateids[0], &file(0)).unwrap();
+    assert_eq!(idle(&mut state, 115), 5);
+}
+
+#[test]
 fn others_wait_for_the_delegations_of_a_host_one_lease_time_in_ten() {
     let mut state = State::new(7, LEASE, Records::new());
     let a = client(&mut state, 0, "a");
