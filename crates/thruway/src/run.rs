@@ -172,14 +172,21 @@ pub(crate) fn run(args: &RunArgs, common: &Common) -> Result<(), Failed> {
     // What this runtime starts has SIGPIPE's default action, and what the supervisor handles, unless something between ignores it again.
     let is_supervised = args.explain || args.stats;
     let ignored = ignored_signals(is_supervised);
+    let preload = preload(&library);
     let mut command = if ignored.is_empty() {
-        Command::new(program)
+        let mut command = Command::new(program);
+        command.env("LD_PRELOAD", preload);
+        command
     } else {
         let mut command = Command::new("env");
-        command.arg(format!("--ignore-signal={}", ignored.join(","))).arg(program);
+        command.arg(format!("--ignore-signal={}", ignored.join(",")));
+        // Only the program loads the library: `env` would be counted as well.
+        let mut variable = OsString::from("LD_PRELOAD=");
+        variable.push(preload);
+        command.arg(variable).arg(program);
         command
     };
-    command.args(rest).env("LD_PRELOAD", preload(&library));
+    command.args(rest);
     let failed = |error: std::io::Error| -> ! {
         let status = if error.kind() == std::io::ErrorKind::NotFound { NO_PROGRAM } else { CANNOT_RUN };
         give_up(status, format_args!("cannot run {}: {error}", Path::new(program).display()))

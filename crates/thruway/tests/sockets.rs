@@ -39,18 +39,13 @@ fn script(name: &str) -> PathBuf {
 /// A program, by `thruway run` with these options, or as it is.
 fn program(run: Option<&[&str]>, args: &[&str]) -> Command {
     assert!(library().is_file());
-    let mut command = match run {
-        Some(options) => {
-            let mut command = Command::new(THRUWAY);
-            command.args(["run", "--after-calls", "1"]).args(options).arg("--").args(args);
-            command
-        }
-        None => {
-            let mut command = Command::new(args[0]);
-            command.args(&args[1..]);
-            command
-        }
-    };
+    // Without the signals that whoever runs the tests ignores, as `nohup` does.
+    let mut command = Command::new("env");
+    command.arg("--default-signal");
+    if let Some(options) = run {
+        command.args([THRUWAY, "run", "--after-calls", "1"]).args(options).arg("--");
+    }
+    command.args(args);
     // A group of its own, so that all of it can be ended.
     command.process_group(0).stdin(Stdio::null());
     command
