@@ -142,6 +142,8 @@ seek() { python3 -c "import os,sys; f = os.open(sys.argv[1], 0); print(os.lseek(
 fails fallocate -l 800M /mnt/a/storage 2>/dev/null
 [[ $(stat -c %s /mnt/a/storage) == 0 && $(stat -c %s /tmp/served/data/storage) == 0 ]]
 rm /mnt/a/storage
+# Its blocks are free when the last descriptor of the file is closed.
+until (($(df --output=avail -k /tmp/served/data | tail -1) > 65536)); do sleep 0.1; done
 fallocate -l 8M /mnt/a/storage
 (($(stat -c %b /tmp/served/data/storage) * 512 >= 8 << 20))
 fallocate -p -o 1M -l 4M /mnt/a/storage
