@@ -475,7 +475,7 @@ pub(crate) fn is_readable(slot: &Slot) -> bool {
 }
 
 /// After everything was read: discards doorbells, and asks for the next one (`arms`), unless the connection is looked at. False if new bytes
-/// have come meanwhile.
+/// have arrived since.
 fn quiesce(
     slot: &Slot,
     number: u32,

@@ -616,7 +616,7 @@ impl Reader {
         if matches!(self.find(segment, tcp)?, Found::Ring(_)) {
             return Ok(false);
         }
-        // A writer whose ring is closed begins one more run at most, whose bytes follow those of the run before.
+        // After its ring is closed, a writer begins at most one more run. The bytes of that run follow those of the previous run.
         let run = self.current(segment)?;
         Ok(run.is_some_and(|run| run.start <= self.position && run.end == OPEN))
     }
