@@ -405,10 +405,10 @@ impl Connection {
             payload: Payload::Sges(&sges),
             flags: SendFlags::SIGNALED,
         };
-        let posted = self.0.qp.post_send(&request);
-        if posted.is_err() {
+        self.0.qp.post_send(&request).map_err(|error| {
             state.operations.cancel(number);
-        }
-        Ok(posted?)
+            // The queue pair may have ended since the check above, before its event is handled.
+            self.0.qp.error().map_or(Error::Fabric(error), Error::Ended)
+        })
     }
 }
