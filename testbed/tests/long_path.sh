@@ -12,9 +12,9 @@ head -c 64M /dev/urandom >/tmp/large
 on b "$THRUWAY" serve --quiet --anonymous --listen 10.0.0.2:7117 --export e=/tmp/served &
 until_listening b 7117
 for provider in iwarp tcp; do
-    on a "$THRUWAY" cp -vv --progress never --provider $provider /tmp/large tw://10.0.0.2:7117/e/$provider 2>/tmp/push
+    on a "$THRUWAY" cp -vvv --progress never --provider $provider /tmp/large tw://10.0.0.2:7117/e/$provider 2>/tmp/push
     same /tmp/large /tmp/served/$provider
-    on a "$THRUWAY" cp -vv --progress never --provider $provider tw://10.0.0.2:7117/e/$provider /tmp/back 2>/tmp/pull
+    on a "$THRUWAY" cp -vvv --progress never --provider $provider tw://10.0.0.2:7117/e/$provider /tmp/back 2>/tmp/pull
     same /tmp/large /tmp/back
     grep -q "8 data channels" /tmp/push && grep -q "8 data channels" /tmp/pull || { cat /tmp/push /tmp/pull >&2; exit 1; }
     grep -q "more data channels" /tmp/push || { echo "none were added ($provider):" >&2; cat /tmp/push >&2; exit 1; }
