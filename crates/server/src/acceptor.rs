@@ -1,5 +1,6 @@
 //! Accepts the connections of one protocol and hands each to a reactor.
 
+use crate::caller;
 use crate::connection_limit::{ConnectionLimit, Permit};
 use crate::listener::{Address, ListenError, Listener, Socket};
 use std::convert::Infallible;
@@ -34,7 +35,8 @@ impl Acceptor {
         })
     }
 
-    /// Listens on these addresses. `serve` runs each accepted connection, on the reactor with the fewest connections.
+    /// Listens on these addresses. `serve` runs each accepted connection on the reactor with the fewest connections, on behalf of the
+    /// connection's host.
     /// Returns the addresses, with the ports that the kernel chose.
     ///
     /// # Errors
@@ -58,8 +60,8 @@ impl Acceptor {
                 let result = listener
                     .accept(|socket| {
                         let Some(permit) = acceptor.admit_socket(&socket) else { return };
-                        let serve = serve.clone();
-                        permit.serve(&load_balancer, move |permit| serve(socket, permit));
+                        let (serve, host) = (serve.clone(), socket.host());
+                        permit.serve(&load_balancer, move |permit| caller::on_behalf_of(host, serve(socket, permit)));
                     })
                     .await;
                 tracing::error!(?result, protocol = acceptor.limit.protocol(), "no longer accepting connections");
@@ -118,8 +120,8 @@ impl Acceptor {
                     request.reject(&[]);
                     continue;
                 };
-                let serve = serve.clone();
-                permit.serve(reactors, move |permit| serve(request, permit));
+                let (serve, host) = (serve.clone(), Origin::of_host(request.peer().ip()));
+                permit.serve(reactors, move |permit| caller::on_behalf_of(host, serve(request, permit)));
             }
             if device.arm() {
                 fd.readable().await?.clear_ready();

@@ -1,8 +1,9 @@
 //! Cooperative scheduling of connections: the work a connection may do before its reactor runs the other tasks.
 //!
 //! A socket that always has data never makes its task wait. Without a budget, one peer that sends faster than it is served would
-//! occupy the reactor and stall all its other connections.
+//! occupy the reactor and stall all its other connections. What a connection receives also counts for its host ([`slices`]).
 
+use crate::slices;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Messages that one connection may receive between two yields.
@@ -32,36 +33,47 @@ pub fn largest_turn() -> Turn {
 
 /// The budget of one connection.
 #[derive(Debug, Default)]
-pub struct Budget(Turn);
+pub struct Budget {
+    turn: Turn,
+    /// Received bytes that do not count for the host yet.
+    uncounted: usize,
+}
 
 impl Budget {
-    /// Begins to receive a message; yields to the other tasks of the reactor first if the budget is spent. Cancelling this has no
-    /// effect.
+    /// Begins to receive a message. Waits for the other tasks of the reactor first if the budget of the connection or the slice of its
+    /// host is spent. Cancelling this has no effect on the connection.
     pub async fn begin_message(&mut self) {
-        if self.0.messages >= MESSAGES_MAX {
+        if self.turn.messages >= MESSAGES_MAX {
             self.end_turn();
             tokio::task::yield_now().await;
         }
-        self.0.messages += 1;
+        self.turn.messages += 1;
+        slices::begin(1).await;
     }
 
     /// Bytes that may be received now, at least one; yields first if the budget is spent.
     pub async fn bytes_left(&mut self) -> usize {
-        if self.0.bytes >= BYTES_MAX {
+        if self.turn.bytes >= BYTES_MAX {
             self.end_turn();
             tokio::task::yield_now().await;
         }
-        BYTES_MAX - self.0.bytes
+        if self.uncounted >= slices::UNIT_BYTES {
+            let units = self.uncounted / slices::UNIT_BYTES;
+            self.uncounted %= slices::UNIT_BYTES;
+            slices::begin(units).await;
+        }
+        BYTES_MAX - self.turn.bytes
     }
 
     /// Counts bytes that have been received: at most as many as [`Budget::bytes_left`] returned.
     pub fn spend(&mut self, bytes: usize) {
-        self.0.bytes += bytes;
+        self.turn.bytes += bytes;
+        self.uncounted += bytes;
     }
 
     /// Ends the turn: the task has waited, or is about to wait.
     pub fn end_turn(&mut self) {
-        let Turn { messages, bytes } = std::mem::take(&mut self.0);
+        let Turn { messages, bytes } = std::mem::take(&mut self.turn);
         for (largest, turn) in LARGEST.iter().zip([messages, bytes]) {
             // Few turns are larger, and a load leaves the cache line shared with other processors.
             if turn > largest.load(Ordering::Relaxed) {

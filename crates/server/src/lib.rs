@@ -11,6 +11,7 @@
 //!   [`message`]: headers, and bodies gathered from memory of several kinds or straight from the page cache.
 //! - [`send_queue`]: the unsent messages of one connection, bounded.
 //! - [`budget`]: limit of data that a connection receives before the reactor runs other tasks.
+//! - [`slices`]: hosts share the time of a reactor equally.
 //! - [`buffers`]: buffer pools of one connection, so that none waits for another's.
 //! - [`rdma`]: RDMA connections: messages, and the peer's memory to read from and write to.
 //! - [`service`]: what a daemon asks of each of its services.
@@ -33,6 +34,7 @@ pub mod rdma;
 pub mod reader;
 pub mod send_queue;
 pub mod service;
+pub mod slices;
 pub mod stream;
 pub mod tls;
 pub mod turns;

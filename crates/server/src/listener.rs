@@ -191,6 +191,14 @@ impl Socket {
         }
     }
 
+    /// The peer's host by its address; [`Origin::UnknownUser`] for Unix sockets.
+    pub fn host(&self) -> Origin {
+        match self {
+            Socket::Tcp(_, peer) => Origin::of_host(peer.ip()),
+            Socket::Unix(_) => Origin::UnknownUser,
+        }
+    }
+
     /// The address that the peer connected to; empty for Unix sockets.
     pub fn local(&self) -> String {
         match self {

@@ -10,6 +10,7 @@ use std::sync::Arc;
 use thruway_rpc::message::{AuthSys, flavor};
 use thruway_rpc::server::{CALL_MAX, Credential};
 use thruway_rpc::xdr::{self, Decoder, Encoder};
+use thruway_server::slices;
 
 /// Longest name of a client or a server (`NFS4_OPAQUE_LIMIT`).
 pub(super) const OPAQUE_MAX: u32 = 1024;
@@ -239,9 +240,12 @@ impl Compound<'_> {
         Ok(done?)
     }
 
-    pub(super) fn test_stateids(&mut self, d: &mut Decoder<'_>, out: &mut Encoder) -> Done {
+    pub(super) async fn test_stateids(&mut self, d: &mut Decoder<'_>, out: &mut Encoder) -> Done {
         const STATEIDS_MAX: u32 = 1024;
+        /// Stateids that are as much work as another operation.
+        const STATEIDS_OF_UNIT: usize = 32;
         let stateids = d.array(STATEIDS_MAX, crate::state::Stateid::decode)?;
+        slices::spend(stateids.len() / STATEIDS_OF_UNIT).await;
         let client = self.client()?;
         self.server.state(|state, _| {
             out.array(&stateids, |out, stateid| {

@@ -17,6 +17,7 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
 use thruway_rpc::server::{CALL_MAX, Call, Credential};
 use thruway_rpc::xdr::{self, DecodeError, Decoder, Encoder};
+use thruway_server::slices;
 
 /// Longest tag of a compound.
 pub(super) const TAG_MAX: u32 = 1024;
@@ -60,9 +61,6 @@ const CHANGING: [u32; 14] = [
     op::SETXATTR,
     op::REMOVEXATTR,
 ];
-
-/// Operations of a compound before it yields to other calls of the reactor. Compounds of clients usually have fewer.
-const OPERATIONS_BEFORE_YIELD: u32 = 8;
 
 /// Most bytes of the result of one of these, but for a lock that is refused.
 const CHANGING_RESULT: usize = 160;
@@ -234,9 +232,7 @@ impl<'a> Compound<'a> {
     /// Does the operations; the status of the one that has failed, or the reply that the compound has had already.
     async fn operations(&mut self, d: &mut Decoder<'a>, out: &mut Encoder) -> Result<Option<Status>, Box<[u8]>> {
         while self.index < self.count {
-            if self.index > 0 && self.index.is_multiple_of(OPERATIONS_BEFORE_YIELD) {
-                tokio::task::yield_now().await;
-            }
+            slices::spend(1).await;
             let number = d.u32().unwrap_or(op::ILLEGAL);
             let is_known = (op::ACCESS..=op::LAST[self.minor as usize]).contains(&number);
             let number = if is_known { number } else { op::ILLEGAL };
@@ -368,7 +364,7 @@ impl<'a> Compound<'a> {
             op::BIND_CONN_TO_SESSION => self.bind_connection(d, out),
             op::BACKCHANNEL_CTL => self.control_back_channel(d),
             op::RECLAIM_COMPLETE => self.reclaim_complete(d).await,
-            op::TEST_STATEID => self.test_stateids(d, out),
+            op::TEST_STATEID => self.test_stateids(d, out).await,
             op::FREE_STATEID => self.free_stateid(d),
 
             op::SETCLIENTID if self.minor == 0 => self.set_client(d, out).await,

@@ -29,7 +29,7 @@ use std::time::Duration;
 use thruway_engine::digest::{DIGEST_LEN, Xxh3Pieces};
 use thruway_engine::pipes::Pipes;
 use thruway_gss::Acceptor as GssAcceptor;
-use thruway_server::{Acceptor, Address, Buffers, Peer, caller, panics};
+use thruway_server::{Acceptor, Address, Buffers, Peer, caller, panics, slices};
 use thruway_tcp::Origin;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
@@ -563,7 +563,11 @@ impl Programs {
         let mut results = Encoder::new();
         encode_success(call.xid, OpaqueAuth::NONE, &mut results);
         let caller = call.connection.origin();
-        let answer = async { Ok(caller::on_behalf_of(caller, program.call(call, results)).await) };
+        let answer = async {
+            slices::begin(1).await;
+            program.call(call, results).await
+        };
+        let answer = async { Ok(caller::on_behalf_of(caller, answer).await) };
         let reply = match panics::catch(answer).await {
             Ok(Outcome::Results(results)) => Some(results),
             Ok(Outcome::Refused(refusal)) => Some(refused(call.xid, refusal)),

@@ -1,0 +1,245 @@
+//! Time slices of a reactor, which hosts share equally.
+//!
+//! Tasks of a reactor run in turn. A host with hundreds of connections and calls has hundreds of tasks, and would get hundreds of
+//! times the processor time of a host with one. Therefore tasks count their work for the host that they work for ([`caller`]). When a
+//! host has spent its slice, its tasks wait for the next round of the reactor. In each round, every host gets one slice.
+
+use crate::caller;
+use std::cell::RefCell;
+use std::collections::{HashMap, VecDeque};
+use thruway_engine::reactor;
+use thruway_tcp::Origin;
+use tokio::sync::oneshot;
+
+/// Units of work of one host in one round. A unit is a received message, 4 KiB of received data, or an operation of a call.
+pub const SLICE: usize = 64;
+
+/// Bytes of received data that count as a unit.
+pub const UNIT_BYTES: usize = 4 << 10;
+
+/// Waiting tasks of one host that continue in one round. Each does at least one unit.
+const TASKS_OF_ROUND: usize = 8;
+
+/// Hosts whose work is counted. Beyond that, hosts without waiting tasks are dropped from the table.
+const HOSTS_MAX: usize = 1024;
+
+thread_local! {
+    static ROUNDS: RefCell<Rounds> = RefCell::new(Rounds::default());
+}
+
+#[derive(Default)]
+struct Rounds {
+    hosts: HashMap<Origin, Host>,
+    /// Hosts with waiting tasks, the next one first.
+    order: VecDeque<Origin>,
+    /// Number of the round.
+    number: u64,
+    /// The task that begins rounds is running.
+    is_running: bool,
+}
+
+#[derive(Default)]
+struct Host {
+    /// Units of work in `round`.
+    spent: usize,
+    round: u64,
+    waiting: VecDeque<oneshot::Sender<()>>,
+}
+
+/// Work that asks for its place in a slice.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Work {
+    /// Waits behind earlier work of its host.
+    New,
+    /// Has begun.
+    Continued,
+}
+
+impl Rounds {
+    /// Counts work of a host, or returns a wait for its next slice.
+    fn spend(&mut self, host: Origin, work: Work, units: usize) -> Option<oneshot::Receiver<()>> {
+        let number = self.number;
+        let entry = self.hosts.entry(host).or_default();
+        if entry.round != number {
+            (entry.round, entry.spent) = (number, 0);
+        }
+        if entry.spent < SLICE && (work == Work::Continued || entry.waiting.is_empty()) {
+            entry.spent += units;
+            return None;
+        }
+        let (give, slice) = oneshot::channel();
+        if entry.waiting.is_empty() {
+            self.order.push_back(host);
+        }
+        entry.waiting.push_back(give);
+        Some(slice)
+    }
+
+    /// Counts work of a host that has waited for its slice.
+    fn charge(&mut self, host: Origin, units: usize) {
+        if let Some(entry) = self.hosts.get_mut(&host) {
+            entry.spent += units;
+        }
+    }
+
+    /// Begins a round. False if no task waits.
+    fn begin(&mut self) -> bool {
+        self.number += 1;
+        if self.hosts.len() > HOSTS_MAX {
+            self.hosts.retain(|_, host| !host.waiting.is_empty());
+        }
+        let count = self.order.len();
+        for host in self.order.drain(..count).collect::<Vec<_>>() {
+            let Some(entry) = self.hosts.get_mut(&host) else { continue };
+            let mut continued = 0;
+            while continued < TASKS_OF_ROUND
+                && let Some(give) = entry.waiting.pop_front()
+            {
+                // The task may have ended meanwhile.
+                continued += usize::from(give.send(()).is_ok());
+            }
+            if !entry.waiting.is_empty() {
+                self.order.push_back(host);
+            }
+        }
+        count > 0
+    }
+}
+
+/// Begins work of the current host: waits while the host has spent its slice, or while earlier work of the host waits.
+///
+/// Work of the daemon itself, outside [`caller::on_behalf_of`], does not wait.
+pub async fn begin(units: usize) {
+    spend_as(Work::New, units).await;
+}
+
+/// Continues work of the current host: waits while the host has spent its slice.
+pub async fn spend(units: usize) {
+    spend_as(Work::Continued, units).await;
+}
+
+async fn spend_as(work: Work, units: usize) {
+    let Some(host) = caller::current().filter(|_| reactor::node().is_some()) else { return };
+    let wait = ROUNDS.with_borrow_mut(|rounds| {
+        let wait = rounds.spend(host, work, units)?;
+        let is_first = !std::mem::replace(&mut rounds.is_running, true);
+        Some((wait, is_first))
+    });
+    let Some((slice, is_first)) = wait else { return };
+    if is_first {
+        tokio::task::spawn_local(run());
+    }
+    // Fails only when the reactor ends.
+    let _ = slice.await;
+    ROUNDS.with_borrow_mut(|rounds| rounds.charge(host, units));
+}
+
+/// Begins rounds until no task waits. Between two rounds, all tasks that are ready run.
+async fn run() {
+    loop {
+        tokio::task::yield_now().await;
+        let any = ROUNDS.with_borrow_mut(|rounds| {
+            rounds.is_running = rounds.begin();
+            rounds.is_running
+        });
+        if !any {
+            return;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::cell::Cell;
+    use std::rc::Rc;
+    use std::sync::mpsc;
+    use thruway_engine::Reactors;
+
+    fn host(number: u8) -> Origin {
+        Origin::of_host([10, 0, 0, number].into())
+    }
+
+    /// Runs on a reactor of its own.
+    fn on_reactor<F: Future<Output = ()>>(work: impl FnOnce() -> F + Send + 'static) {
+        let reactors = Reactors::start(Some(1)).unwrap();
+        let (done, is_done) = mpsc::channel();
+        reactors.handles()[0].spawn(move || async move {
+            work().await;
+            done.send(()).unwrap();
+        });
+        is_done.recv().expect("the work ends without a panic");
+    }
+
+    /// While one host has hundreds of tasks that never wait, each unit of another host waits for a slice of the first at most.
+    #[test]
+    fn a_host_with_many_tasks_gets_one_slice_for_each_of_another() {
+        on_reactor(|| async {
+            let done = Rc::new(Cell::new(0_usize));
+            let tasks: Vec<_> = (0..500)
+                .map(|_| {
+                    let done = Rc::clone(&done);
+                    tokio::task::spawn_local(caller::on_behalf_of(host(1), async move {
+                        begin(1).await;
+                        loop {
+                            done.set(done.get() + 1);
+                            spend(1).await;
+                        }
+                    }))
+                })
+                .collect();
+            caller::on_behalf_of(host(2), async {
+                // All tasks begin.
+                tokio::task::yield_now().await;
+                for _ in 0..100 {
+                    let before = done.get();
+                    begin(1).await;
+                    tokio::task::yield_now().await;
+                    let rest = done.get() - before;
+                    // The round in progress may end, and another begin.
+                    assert!(
+                        rest <= 2 * (SLICE + TASKS_OF_ROUND),
+                        "{rest} units of the other host between two of this one"
+                    );
+                }
+            })
+            .await;
+            assert!(done.get() > SLICE, "the first host works as well");
+            tasks.iter().for_each(tokio::task::JoinHandle::abort);
+        });
+    }
+
+    /// Every task of a host continues, in the order in which they began to wait, whatever new work the host has.
+    #[test]
+    fn waiting_tasks_go_before_new_ones() {
+        on_reactor(|| async {
+            let order = Rc::new(RefCell::new(Vec::new()));
+            let tasks: Vec<_> = (0..100)
+                .map(|number| {
+                    let order = Rc::clone(&order);
+                    tokio::task::spawn_local(caller::on_behalf_of(host(1), async move {
+                        begin(SLICE / 2).await;
+                        order.borrow_mut().push(number);
+                    }))
+                })
+                .collect();
+            for task in tasks {
+                task.await.unwrap();
+            }
+            assert!(order.borrow().is_sorted(), "{order:?}");
+        });
+    }
+
+    #[test]
+    fn tasks_that_have_ended_take_no_slice() {
+        on_reactor(|| async {
+            let work = |units| caller::on_behalf_of(host(1), begin(units));
+            work(SLICE).await;
+            let ended: Vec<_> = (0..100).map(|_| tokio::task::spawn_local(work(1))).collect();
+            tokio::task::yield_now().await;
+            ended.iter().for_each(tokio::task::JoinHandle::abort);
+            work(1).await;
+            ROUNDS.with_borrow(|rounds| assert_eq!(rounds.order.len(), 0));
+        });
+    }
+}
