@@ -8,8 +8,8 @@ tokio::task_local! {
 }
 
 /// Runs work for a host, which [`current`] returns within it.
-pub async fn on_behalf_of<T>(caller: Origin, work: impl Future<Output = T>) -> T {
-    CALLER.scope(caller, work).await
+pub fn on_behalf_of<T>(caller: Origin, work: impl Future<Output = T>) -> impl Future<Output = T> {
+    CALLER.scope(caller, work)
 }
 
 /// The host that the current task works for; `None` outside [`on_behalf_of`], for work of the daemon itself.

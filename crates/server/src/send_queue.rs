@@ -52,6 +52,11 @@ impl SendQueue {
         self.ready.notify_one();
     }
 
+    /// True if the queue has failed.
+    pub fn is_broken(&self) -> bool {
+        self.broken.is_set()
+    }
+
     /// Resolves when the queue has failed.
     pub async fn broken(&self) {
         self.broken.wait().await;

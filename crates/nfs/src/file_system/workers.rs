@@ -103,10 +103,15 @@ impl Shared {
 }
 
 impl Workers {
-    /// Does something on one of the threads. Once it has begun it is done, whether or not somebody waits for it.
+    /// Does something on one of the threads. Once the job has begun it is completed. A job that nobody waits for any more does not
+    /// begin.
     pub(crate) async fn run<T: Send + 'static>(&self, job: impl FnOnce() -> T + Send + 'static) -> T {
         let (done, result) = oneshot::channel();
-        self.push(Box::new(move || drop(done.send(catch_unwind(AssertUnwindSafe(job))))));
+        self.push(Box::new(move || {
+            if !done.is_closed() {
+                drop(done.send(catch_unwind(AssertUnwindSafe(job))));
+            }
+        }));
         match result.await {
             Ok(Ok(result)) => result,
             Ok(Err(panic)) => resume_unwind(panic),
@@ -196,6 +201,32 @@ mod tests {
             drop(go_on);
             many.await;
         });
+    }
+
+    #[test]
+    fn a_job_that_nobody_waits_for_does_not_begin() {
+        let workers = Workers::default();
+        let host = Origin::of_host([10, 0, 0, 1].into());
+        let (go_on, wait) = std::sync::mpsc::channel::<()>();
+        let wait = Arc::new(Mutex::new(wait));
+        block_on(caller::on_behalf_of(host, async {
+            let busy = (0..LIMITS.per_origin).map(|_| {
+                let wait = Arc::clone(&wait);
+                workers.run(move || drop(wait.lock().map(|wait| wait.recv())))
+            });
+            let mut busy = std::pin::pin!(futures_util::future::join_all(busy));
+            assert!(busy.as_mut().now_or_never().is_none());
+            let begun = Arc::new(Mutex::new(false));
+            let also = Arc::clone(&begun);
+            let mut abandoned = Box::pin(workers.run(move || *also.lock().unwrap() = true));
+            assert!((&mut abandoned).now_or_never().is_none());
+            drop(abandoned);
+            drop(go_on);
+            busy.await;
+            // Behind the abandoned job.
+            workers.run(|| ()).await;
+            assert!(!*begun.lock().unwrap());
+        }));
     }
 
     #[test]

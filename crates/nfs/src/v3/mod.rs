@@ -773,7 +773,14 @@ impl Program for Nfs3 {
         !matches!(call.procedure, WRITE | SETATTR | CREATE | MKDIR | SYMLINK | MKNOD | REMOVE | RMDIR | RENAME | LINK)
     }
 
+    fn announces_changes(&self) -> bool {
+        true
+    }
+
     fn call<'a>(&'a self, call: &'a Call, results: Encoder) -> Answer<'a> {
+        if !self.is_repeatable(call) {
+            call.begin_change();
+        }
         Box::pin(async move { self.answer(call, results).await.into() })
     }
 }

@@ -62,6 +62,32 @@ const CHANGING: [u32; 14] = [
     op::REMOVEXATTR,
 ];
 
+/// Operations that change nothing. A compound of these may end when its connection is lost.
+const READING: [u32; 22] = [
+    op::SEQUENCE,
+    op::RENEW,
+    op::PUTFH,
+    op::PUTPUBFH,
+    op::PUTROOTFH,
+    op::GETFH,
+    op::SAVEFH,
+    op::RESTOREFH,
+    op::LOOKUP,
+    op::LOOKUPP,
+    op::ACCESS,
+    op::GETATTR,
+    op::VERIFY,
+    op::NVERIFY,
+    op::READ,
+    op::READDIR,
+    op::READLINK,
+    op::SECINFO,
+    op::SECINFO_NO_NAME,
+    op::SEEK,
+    op::GETXATTR,
+    op::LISTXATTRS,
+];
+
 /// Most bytes of the result of one of these, but for a lock that is refused.
 const CHANGING_RESULT: usize = 160;
 
@@ -131,6 +157,8 @@ struct SlotGuard {
     digest: u64,
     /// The reply is to be kept.
     is_kept: bool,
+    /// An operation that changes something has begun.
+    has_changed: bool,
     has_ended: bool,
 }
 
@@ -144,10 +172,12 @@ impl SlotGuard {
 }
 
 impl Drop for SlotGuard {
-    /// A compound that was not finished: its slot is free, and it is not known what was done.
+    /// Ends a compound that was not finished: if it may have changed something, its client must not send it again.
     fn drop(&mut self) {
-        if !self.has_ended {
-            self.session.end(self.slot, self.digest, None);
+        match self.has_changed || std::thread::panicking() {
+            _ if self.has_ended => {}
+            true => self.session.end(self.slot, self.digest, None),
+            false => self.session.cancel(self.slot),
         }
     }
 }
@@ -236,6 +266,10 @@ impl<'a> Compound<'a> {
             let number = d.u32().unwrap_or(op::ILLEGAL);
             let is_known = (op::ACCESS..=op::LAST[self.minor as usize]).contains(&number);
             let number = if is_known { number } else { op::ILLEGAL };
+            if is_known && !READING.contains(&number) {
+                self.call.begin_change();
+                self.slot.iter_mut().for_each(|slot| slot.has_changed = true);
+            }
             let start = out.mark();
             out.u32(number);
             let at_status = out.mark();
@@ -339,7 +373,7 @@ impl<'a> Compound<'a> {
         for word in [sequence, slot, session.highest_slot(), session.highest_slot(), events] {
             out.u32(word);
         }
-        self.slot = Some(SlotGuard { session, slot, digest, is_kept, has_ended: false });
+        self.slot = Some(SlotGuard { session, slot, digest, is_kept, has_changed: false, has_ended: false });
         Ok(Next::Go)
     }
 

@@ -370,6 +370,10 @@ impl Program for Nfs4 {
         call.procedure != 1 || numbered_ops::is_repeatable(call.argument_bytes())
     }
 
+    fn announces_changes(&self) -> bool {
+        true
+    }
+
     fn call<'a>(&'a self, call: &'a Call, results: Encoder) -> Answer<'a> {
         Box::pin(async move { self.0.answer(call, results).await.into() })
     }

@@ -147,6 +147,13 @@ impl Session {
         slot.reply = reply.map(|reply| (digest, reply));
     }
 
+    /// Ends a request that has changed nothing and has no reply, as if it had not come: its client may send it again.
+    pub(crate) fn cancel(&self, slot: u32) {
+        let Some(mut slot) = self.slot(slot) else { return };
+        slot.is_busy = false;
+        slot.sequence = slot.sequence.wrapping_sub(1);
+    }
+
     /// The highest slot.
     pub(crate) fn highest_slot(&self) -> u32 {
         self.limits.requests - 1
@@ -181,6 +188,20 @@ mod tests {
         session.end(1, 6, None);
         assert_eq!(session.begin(1, 1, 6), Err(Status::RETRY_UNCACHED_REP));
         assert_eq!(session.begin(0, 2, 6), Ok(Turn::New));
+    }
+
+    #[test]
+    fn a_cancelled_request_may_come_again() {
+        let session = session();
+        for sequence in 1..4 {
+            for _ in 0..2 {
+                assert_eq!(session.begin(0, sequence, 5), Ok(Turn::New));
+                session.cancel(0);
+            }
+            assert_eq!(session.begin(0, sequence + 1, 5), Err(Status::SEQ_MISORDERED));
+            assert_eq!(session.begin(0, sequence, 5), Ok(Turn::New));
+            session.end(0, 5, Some([1].into()));
+        }
     }
 
     #[test]

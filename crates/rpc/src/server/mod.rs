@@ -25,6 +25,7 @@ use std::pin::Pin;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::task::Poll;
 use std::time::Duration;
 use thruway_engine::digest::{DIGEST_LEN, Xxh3Pieces};
 use thruway_engine::pipes::Pipes;
@@ -112,6 +113,12 @@ pub trait Program: Send + Sync {
     fn is_repeatable(&self, call: &Call) -> bool {
         let _ = call;
         true
+    }
+
+    /// True if the program calls [`Call::begin_change`] before it changes anything. Calls of other programs are completed even if their
+    /// connection is lost.
+    fn announces_changes(&self) -> bool {
+        false
     }
 
     /// Answers a call. The results are to be appended to `results`, which has the header of the reply.
@@ -284,6 +291,8 @@ pub struct Call {
     pub user: OnceCell<Arc<User>>,
     /// It could not be learnt now.
     pub user_is_unavailable: Cell<bool>,
+    /// True from [`Call::begin_change`] on.
+    has_changed: Rc<Cell<bool>>,
     /// Held until its reply is on its way, if that is long.
     long_reply: OnceCell<OwnedSemaphorePermit>,
     message: Vec<u8>,
@@ -323,6 +332,12 @@ impl Call {
             _ => false,
         };
         (self.connection.can_lend && !is_protected).then_some(&self.connection.pipes)
+    }
+
+    /// To be called before the call changes anything. From then on it is completed even if its connection is lost: its client may
+    /// ask for the result by another connection.
+    pub fn begin_change(&self) {
+        self.has_changed.set(true);
     }
 
     /// The arguments. Bulk items are there the first time.
@@ -506,6 +521,7 @@ impl Programs {
             connection,
             user: OnceCell::new(),
             user_is_unavailable: Cell::new(false),
+            has_changed: Rc::default(),
             long_reply: OnceCell::new(),
             message,
             arguments,
@@ -518,6 +534,29 @@ impl Programs {
 }
 
 impl Programs {
+    /// As [`Programs::answer`], for a call of a connection. When the connection is lost, a call that has changed nothing ends at once:
+    /// nobody waits for its reply.
+    pub(crate) async fn answer_unless_lost(
+        &self,
+        call: &mut Call,
+        program: &dyn Program,
+        is_lost: impl Fn() -> bool,
+        lost: impl Future<Output = ()>,
+    ) -> Option<Encoder> {
+        let has_changed = Rc::clone(&call.has_changed);
+        let (mut answer, mut lost) = (std::pin::pin!(self.answer(call, program)), std::pin::pin!(lost));
+        std::future::poll_fn(|cx| {
+            if !has_changed.get() && is_lost() {
+                return Poll::Ready(None);
+            }
+            match answer.as_mut().poll(cx) {
+                Poll::Pending if !has_changed.get() => lost.as_mut().poll(cx).map(|()| None),
+                answered => answered,
+            }
+        })
+        .await
+    }
+
     /// Answers a call, even if what does it panics; `None` if there is to be no reply.
     pub(crate) async fn answer(&self, call: &mut Call, program: &dyn Program) -> Option<Encoder> {
         let protection = match (call.unchecked.take(), &self.0.gss) {
@@ -564,7 +603,10 @@ impl Programs {
         encode_success(call.xid, OpaqueAuth::NONE, &mut results);
         let caller = call.connection.origin();
         let answer = async {
-            slices::begin(1).await;
+            slices::spend(1).await;
+            if !program.announces_changes() {
+                call.begin_change();
+            }
             program.call(call, results).await
         };
         let answer = async { Ok(caller::on_behalf_of(caller, answer).await) };

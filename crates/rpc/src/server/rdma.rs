@@ -21,7 +21,7 @@ use std::time::Duration;
 use thruway_engine::{Reactors, Segment};
 use thruway_fabric::{ConnectionRequest, Provider};
 use thruway_server::rdma::{Channel, Exposed, Exposures, Messages, Options, Registration};
-use thruway_server::{Acceptor, Body, Buffers, Permit, panics};
+use thruway_server::{Acceptor, Body, Buffers, Permit, panics, slices};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 
 /// Calls of a client in progress at a time, which is what it is granted: as many as Linux's client asks for.
@@ -154,7 +154,7 @@ impl Service {
             result = served.serve(&mut messages, permit, self.acceptor.closing()) => result,
             () = served.back_calls.run(back_calls, |xid, call| served.call_back(xid, call)) => Ok(()),
         };
-        // What has been called is still done and answered.
+        // Calls in progress are still answered. Those that have changed nothing end at once if nothing can be sent.
         let _ = served.calls.acquire_many(CREDITS as u32).await;
         driver.close(CLOSE_TIMEOUT).await;
         result
@@ -220,6 +220,7 @@ impl Served {
         let Some(mut message) = first else { return Ok(()) };
         permit.set_authenticated()?;
         loop {
+            slices::begin(1).await;
             let turn = Arc::clone(&self.calls).acquire_owned().await.expect("the semaphore is never closed");
             let this = Rc::clone(self);
             thruway_engine::reactor::start(async move {
@@ -290,7 +291,10 @@ impl Served {
         match received {
             Ok(Some(received)) if received.xid() != xid => self.error(xid, Procedure::ErrorChunk),
             Ok(Some(Received::Call(mut call, program))) => {
-                let reply = self.programs.answer(&mut call, &*program).await;
+                let channel = &self.channel;
+                let answer =
+                    self.programs.answer_unless_lost(&mut call, &*program, || channel.is_broken(), channel.broken());
+                let reply = answer.await;
                 // What it held is free for others before its reply is sent, but for the place of a long one.
                 let long_reply = call.into_long_reply();
                 if let Some(reply) = reply {

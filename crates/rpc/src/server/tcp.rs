@@ -21,6 +21,8 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, watch};
 
 /// A connection whose client stops in the middle of a call for this long is closed.
 const CALL_TIMEOUT: Duration = Duration::from_secs(120);
+/// Time for the replies to a client that has closed its direction of a connection.
+const CLOSED_TIMEOUT: Duration = Duration::from_secs(5);
 /// Calls of a connection in progress at a time; then it is not read from.
 const CALLS_MAX: usize = 256;
 /// Calls of more than [`SMALL_CALL`] bytes beside their bulk items, in progress at a time.
@@ -79,6 +81,12 @@ impl Server {
         let addresses = acceptor.listen(&config.listen, reactors, serve)?;
         Ok(Server { addresses, acceptor })
     }
+}
+
+/// True for an error after which nothing can be sent.
+fn is_lost(error: &io::Error) -> bool {
+    use io::ErrorKind::{BrokenPipe, ConnectionAborted, ConnectionReset, TimedOut};
+    matches!(error.kind(), BrokenPipe | ConnectionAborted | ConnectionReset | TimedOut)
 }
 
 fn invalid(what: impl ToString) -> io::Error {
@@ -247,15 +255,26 @@ impl Served {
         back_calls: mpsc::UnboundedReceiver<BackCall>,
         closing: watch::Receiver<bool>,
     ) -> io::Result<()> {
-        let sender = Rc::clone(&self);
+        let (sender, is_closing) = (Rc::clone(&self), closing.clone());
         let sender = tokio::task::spawn_local(async move { sender.replies.run(writer).await });
         let result = tokio::select! {
             result = panics::catch(self.receive(&mut reader, first, closing)) => result,
             () = self.replies.broken() => Err(io::ErrorKind::BrokenPipe.into()),
             () = self.back_calls.run(back_calls, |_, call| self.push(call)) => Err(io::ErrorKind::NotConnected.into()),
         };
-        // What has been called is still done and answered.
-        let _ = self.calls.acquire_many(CALLS_MAX as u32).await;
+        if result.as_ref().is_err_and(is_lost) {
+            self.replies.fail();
+        }
+        // Calls in progress are still answered. Those that have changed nothing end at once if nothing can be sent.
+        let all = CALLS_MAX as u32;
+        let answered = tokio::time::timeout(CLOSED_TIMEOUT, self.calls.acquire_many(all)).await.is_ok();
+        if !answered {
+            // A client that has closed both directions cannot be told from one that has closed its own.
+            if !*is_closing.borrow() {
+                self.replies.fail();
+            }
+            let _ = self.calls.acquire_many(all).await;
+        }
         self.replies.close();
         let _ = sender.await;
         result
@@ -364,7 +383,10 @@ impl Served {
         let turn = Arc::clone(&self.calls).acquire_owned().await.expect("the semaphore is never closed");
         let (this, long) = (Rc::clone(self), record.long);
         reactor::start(async move {
-            if let Some(reply) = this.programs.answer(&mut call, &*program).await {
+            let replies = &this.replies;
+            let answer =
+                this.programs.answer_unless_lost(&mut call, &*program, || replies.is_broken(), replies.broken());
+            if let Some(reply) = answer.await {
                 this.push(reply);
             }
             if let Some(long_reply) = call.into_long_reply() {
