@@ -21,7 +21,7 @@ cargo xtask TASK
   loom          what threads share in the fabric, in every order in which they can do it
   miri          tests of what does no input or output, under Miri (a quarter of an hour; needs a nightly toolchain)
   soak MINUTES  disks in use while the daemon is killed again and again, and programs on disks that fail, from new seeds
-  soak-sockets MINUTES  calls on accelerated sockets beside the same on TCP, and hostile peers, from new seeds
+  soak-sockets MINUTES  random calls on accelerated sockets, compared with TCP, and hostile peers, from new seeds
   programs      PostgreSQL, memcached, redis, nginx, Open MPI, Java, ssh and others by `thruway run`, beside the same on TCP
   soak-nfs MINUTES  files in use by Linux's NFS clients while the server is killed again and again, in a guest, from a new seed
   posix         fsx and pjdfstest on the file systems that Linux's NFS clients make of Thruway's, in a guest
@@ -224,7 +224,8 @@ fn redis_py() -> Result<String, String> {
     Ok(to)
 }
 
-/// Versions of Node.js: one that registers sockets with epoll by io_uring, and one that does not. Returns where each has its directory.
+/// Installs two versions of Node.js and returns their common directory. Version 24.9 registers sockets with epoll by io_uring; version 20
+/// does not.
 fn node() -> Result<String, String> {
     let home = top().join("target/tools/node");
     let to = home.to_str().ok_or("the checkout's path is not UTF-8")?.to_owned();
@@ -399,8 +400,8 @@ fn soak(minutes: &str) -> Result<(), String> {
     test("failing_disks", &[("THRUWAY_SEEDS", &format!("{first}..{}", first + minutes * 20))])
 }
 
-/// Sequences of calls, some thousand a minute, whose results are compared with and without acceleration; in turn with a peer that stores
-/// anything into the shared memory.
+/// Alternates between two tests of accelerated sockets. The first compares random sequences of calls with the same calls on TCP, some
+/// thousand a minute. In the second, a hostile peer stores arbitrary values in the shared memory.
 fn soak_sockets(minutes: &str) -> Result<(), String> {
     let minutes: u64 = minutes.parse().map_err(|e| format!("soak-sockets {minutes}: {e}"))?;
     let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |now| now.as_secs());
