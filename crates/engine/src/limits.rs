@@ -19,7 +19,7 @@ pub fn open_files() -> u64 {
     getrlimit(Resource::Nofile).current.unwrap_or(1 << 20)
 }
 
-/// A remedy for errors by limits of a process, as the end of a sentence.
+/// Remedy for an error caused by a resource limit, to be appended to the error message. Recognises the error by its number in the text.
 pub fn remedy(error: &str) -> Option<&'static str> {
     let remedies = [
         (libc::ENOMEM, "raise the limit on memory (ulimit -v), or set a smaller --depth or --block-size"),

@@ -15,10 +15,11 @@ use std::time::Duration;
 const ENTRIES: u32 = 256;
 /// Marks the completion of a watched descriptor.
 const WATCH: u64 = u64::MAX;
-/// Attempts to enter the ring, or to end the requests of a broken one, and the pause between two of them.
+/// Attempts to enter the ring before it counts as broken, and to end the requests of a broken ring that is dropped.
 const ATTEMPTS: u32 = 20;
+/// Pause between two attempts.
 const PAUSE: Duration = Duration::from_millis(10);
-/// Attempts after which the completions of a broken ring are not expected any more.
+/// Attempts to cancel the requests of a broken ring before they are given up.
 const CANCELS_MAX: u32 = 300;
 
 /// Where the thread of a ring waits for completions.
@@ -41,12 +42,13 @@ pub(super) struct Core<T> {
     waiting: VecDeque<usize>,
     /// Entries that the ring has, the watch left out.
     in_ring: usize,
-    /// Keys of the requests in the submission queue, in order, behind some that the kernel has taken; [`WATCH`] for the watch.
+    /// Keys of the requests in the submission queue, in order; [`WATCH`] for the watch. Keys of requests that the kernel has taken come
+    /// first until the next [`Core::enter`] removes them.
     queued: VecDeque<u64>,
     limit: usize,
     watching: bool,
     registered: RegisteredBuffers,
-    /// The ring cannot be entered any more; system calls do the requests.
+    /// The ring cannot be entered any more; system calls replace it.
     broken: bool,
     /// Attempts to cancel the requests of a broken ring.
     cancels: u32,
@@ -56,7 +58,7 @@ pub(super) struct Core<T> {
 pub(super) enum Ended {
     /// It is done, or has failed.
     Done(Outcome),
-    /// This number of bytes is done. A system call does the rest: the ring would have to wait for it, or has failed.
+    /// The ring transferred this number of bytes. The rest needs a system call, because it would block the ring or the ring is broken.
     WouldWait(Request, usize),
 }
 
@@ -122,7 +124,7 @@ impl<T> Core<T> {
         self.requests.len()
     }
 
-    /// True once the ring has failed for good. [`Core::collect`] then returns all requests undone.
+    /// True if the ring is broken. [`Core::collect`] then returns the remaining requests as [`Ended::WouldWait`].
     pub(super) fn is_broken(&self) -> bool {
         self.broken
     }
@@ -179,9 +181,9 @@ impl<T> Core<T> {
         }
     }
 
-    /// `io_uring_enter`: submits, does the kernel's deferred work, waits for `want` completions.
+    /// Calls `io_uring_enter`: submits requests, runs the kernel's deferred work, and waits for `want` completions.
     ///
-    /// Errors that do not pass, such as a lack of memory (`ENOMEM`) or a lost completion (`EBADR`), break the ring.
+    /// The ring is broken if an error persists, such as a lack of memory (`ENOMEM`) or a lost completion (`EBADR`).
     fn enter(&mut self, want: usize) {
         for attempt in 1.. {
             let to_submit = self.ring.submission().len() as u32;
@@ -200,7 +202,7 @@ impl<T> Core<T> {
                     std::thread::sleep(PAUSE);
                 }
                 Err(error) => {
-                    tracing::warn!(%error, "io_uring does not work any more; storage requests become system calls");
+                    tracing::warn!(%error, "io_uring has failed; storage requests continue as system calls");
                     self.broken = true;
                     return;
                 }
@@ -208,7 +210,7 @@ impl<T> Core<T> {
         }
     }
 
-    /// Cancels the requests that the kernel has of a broken ring, and collects their completions; pauses.
+    /// Cancels the requests of a broken ring that the kernel has taken, makes their completions available, and pauses.
     fn cancel(&mut self) {
         let timeout = types::Timespec::new().sec(1);
         let all = types::CancelBuilder::any().all();
@@ -223,25 +225,25 @@ impl<T> Core<T> {
         std::thread::sleep(PAUSE);
     }
 
-    /// Fails the requests of a broken ring whose completions never come. The kernel may still use their memory, so that
-    /// is lost, and their owners get other memory.
+    /// Fails the requests of a broken ring that do not complete. The kernel may still access their memory, so it is leaked,
+    /// and their owners get other memory.
     fn give_up(&mut self, done: &mut impl FnMut(T, Ended)) {
         let keys: Vec<usize> = self.requests.iter().map(|(key, _)| key).collect();
         tracing::error!(
             requests = keys.len(),
-            "requests of a broken ring do not end; they fail, and their memory is lost"
+            "requests of a failed io_uring instance do not complete; they fail, and their memory is leaked"
         );
         for key in keys {
             let Some(buffers) = replacements(&self.requests[key].request.buffers) else { return };
             let InProgress { request, vectors, owner, .. } = self.requests.remove(key);
             std::mem::forget((request, vectors));
             self.in_ring -= 1;
-            let result = Err(io::Error::other("io_uring does not complete the request"));
+            let result = Err(io::Error::other("io_uring has failed and does not complete the request"));
             done(owner, Ended::Done(Outcome { result, buffers }));
         }
     }
 
-    /// Hands back the requests of a broken ring that the kernel has not seen.
+    /// Returns the requests of a broken ring that the kernel has not taken to their owners.
     fn hand_back(&mut self, done: &mut impl FnMut(T, Ended)) {
         let unseen = std::mem::take(&mut self.queued).into_iter().filter(|key| *key != WATCH).map(|key| key as usize);
         let unseen: Vec<usize> = unseen.collect();
@@ -302,7 +304,7 @@ impl<T> Core<T> {
     }
 }
 
-/// Segments of the same lengths in other memory; `None` if there is none.
+/// New segments of the same lengths; `None` if memory is short.
 fn replacements(buffers: &SegmentList) -> Option<SegmentList> {
     let segment = |segment: &Segment| {
         let pool = BlockPool::new(1, segment.len().max(1)).ok()?;
@@ -321,8 +323,8 @@ impl<T> Drop for Core<T> {
             match self.broken {
                 _ if self.in_ring == 0 => return,
                 true if round >= ATTEMPTS => {
-                    // Their memory must outlive them.
-                    tracing::error!(in_ring = self.in_ring, "requests of a broken ring do not end");
+                    // The kernel may still access the memory of the requests, so it is leaked.
+                    tracing::error!(in_ring = self.in_ring, "requests of a failed io_uring instance do not complete");
                     return std::mem::forget(std::mem::take(&mut self.requests));
                 }
                 true => self.cancel(),

@@ -101,7 +101,7 @@ impl Storage {
                     }
                     std::thread::scope(|scope| {
                         for _ in 0..THREADS {
-                            // With fewer threads, or this one alone, it takes longer.
+                            // If no thread can be started, the others do all requests.
                             let _ = std::thread::Builder::new().spawn_scoped(scope, || shared.work());
                         }
                         shared.work();
@@ -178,7 +178,7 @@ impl Shared {
         }
     }
 
-    /// Has a ring do the requests, until there are none and will be none. False if the ring breaks before.
+    /// Does the requests by a ring, until storage is stopped and the queue is empty. False if the ring is broken before that.
     fn run(&self, mut core: Core<Owner>) -> bool {
         loop {
             if core.is_broken() && core.len() == 0 {

@@ -153,7 +153,7 @@ impl State {
             }
         });
         if self.core.is_broken() {
-            // No event announces the remaining requests.
+            // A broken ring signals no completions, so this task polls until all requests are returned.
             if self.core.len() > 0 {
                 cx.waker().wake_by_ref();
             }
