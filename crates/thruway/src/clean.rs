@@ -54,7 +54,7 @@ pub(crate) fn run(args: &CleanArgs, common: &Common) -> Result<(), Failed> {
 #[derive(Default)]
 struct Totals {
     rows: Vec<serde_json::Value>,
-    /// Leftovers that were removed, or could be.
+    /// Leftovers that were removed or, without `--delete`, can be.
     count: u64,
     bytes: u64,
     failed: bool,
@@ -65,7 +65,7 @@ impl Totals {
         for (path, e) in &search.failures {
             self.fail(&shown(dir, path), e);
         }
-        // A journal proves which files are its job's, so it goes last.
+        // A journal identifies the temporary files of its job, so it is removed after them.
         let is_journal = |l: &&Leftover| l.path.ends_with(b".journal");
         let (journals, files): (Vec<_>, Vec<_>) = search.found.iter().partition(is_journal);
         for leftover in files.into_iter().chain(journals) {
@@ -115,13 +115,13 @@ fn them(count: u64) -> &'static str {
     if count == 1 { "it" } else { "them" }
 }
 
-/// The path of a leftover as the user would write it.
+/// Path of a leftover for messages: the directory as the user gave it, with the path below it.
 fn shown(dir: &Path, below: &[u8]) -> String {
     let path = if below.is_empty() { dir.into() } else { dir.join(std::ffi::OsStr::from_bytes(below)) };
     thruway_transfer::escape(path.as_os_str().as_bytes())
 }
 
-/// The time since then: `5 min`, `3 h`, `12 d`.
+/// Time since `modified` (seconds since 1970) as text: `5 min`, `3 h`, `12 d`.
 fn age(modified: i64) -> String {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |now| now.as_secs() as i64);
     match now.saturating_sub(modified).max(0) {

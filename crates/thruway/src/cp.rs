@@ -88,8 +88,8 @@ pub(crate) struct CpArgs {
     /// Number of blocks in this end's buffer pool [default: 64, more on a long path]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(4..=1024))]
     depth: Option<u32>,
-    /// Maximum rate in bytes per second, such as 10M (K, M and G are powers of 1024); up to a quarter of a second's worth
-    /// goes at once; 0 means unlimited
+    /// Maximum rate in bytes per second, such as 10M (K, M and G are powers of 1024), with bursts of up to a quarter of
+    /// a second's data; 0 means unlimited
     #[arg(long, value_name = "RATE", value_parser = units::parse_size)]
     bwlimit: Option<u64>,
     /// Bypass the page cache (direct I/O)
@@ -136,7 +136,7 @@ enum When {
     Off,
 }
 
-/// Open files with which a copy works at all.
+/// Fewest open files that a copy needs.
 const OPEN_FILES_MIN: u64 = 64;
 
 /// What to say of an option that other programs have, beside that `cp` has not.
@@ -201,7 +201,7 @@ fn endpoints<'a>(args: &'a CpArgs) -> Result<(Vec<Given<'a>>, Given<'a>), String
     Ok((sources, target))
 }
 
-/// Refuses options that no copy can have, or not one between these places.
+/// Refuses invalid options, and options that do not apply to these sources and this destination.
 fn check_options<'a>(args: &CpArgs, mut places: impl Iterator<Item = &'a Given<'a>>) -> Result<(), String> {
     args.block_len()?;
     Filter::new(&args.options()).map_err(|e| e.to_string())?;
@@ -215,7 +215,7 @@ fn is_local((endpoint, _): &Given<'_>) -> bool {
 
 fn copy(args: &CpArgs, common: &Common, sources: &[Given<'_>], target: &Given<'_>) -> Result<Done, String> {
     limits::raise_open_files();
-    // A write beyond the limit on the size of files is an error of its file.
+    // A handled SIGXFSZ does not end the process: a write beyond the limit on the size of files fails with EFBIG.
     if let Err(error) = signal_hook::flag::register(SIGXFSZ, Arc::default()) {
         tracing::debug!(%error, "handling SIGXFSZ");
     }
@@ -259,7 +259,7 @@ fn copy(args: &CpArgs, common: &Common, sources: &[Given<'_>], target: &Given<'_
             Some(remedy) => format!("{message}; {remedy}"),
             None if is_glob && report.kind == ReportKind::NotListed => {
                 format!(
-                    "{message}; patterns are not expanded there: copy the directory with -r, --include and --exclude"
+                    "{message}; patterns are not expanded on the other host: copy the directory with -r, --include and --exclude"
                 )
             }
             None => message,
@@ -274,12 +274,12 @@ fn copy(args: &CpArgs, common: &Common, sources: &[Given<'_>], target: &Given<'_
     if let Err(error) = report_interruption(resume, &progress) {
         tracing::debug!(%error, "handling signals");
     }
-    // Items are lines on a terminal, too.
+    // Lines of items and the progress display would overwrite each other.
     let mode =
         if job.options.itemize && args.progress == ProgressMode::Auto { ProgressMode::Never } else { args.progress };
     let mut display = Display::start(mode, common.quiet || common.json, &progress);
     match &job.local {
-        // With filters the estimate would count excluded files.
+        // The estimate ignores filters, so it would count excluded files.
         Local::Sources(local) if display.is_shown() && args.exclude.is_empty() => {
             crate::output::estimate(local.iter().map(|(path, _)| path.clone()).collect(), &progress);
         }
@@ -310,7 +310,7 @@ fn copy(args: &CpArgs, common: &Common, sources: &[Given<'_>], target: &Given<'_
         let why = e.to_string();
         let kept = progress.bytes.load(Ordering::Relaxed) > 0 && !why.contains(NOT_KEPT);
         let hint =
-            resume.filter(|_| kept).map_or(String::new(), |how| format!("; what has arrived is kept, and {how}"));
+            resume.filter(|_| kept).map_or(String::new(), |how| format!("; the data copied so far is kept, and {how}"));
         let is_daemon = [&sources[0], target].iter().any(|(e, _)| matches!(e, Endpoint::Daemon { .. }));
         let remedy = limits::remedy(&why).or(no_daemon(&why).filter(|_| is_daemon));
         let remedy = remedy.map_or(String::new(), |remedy| format!("; {remedy}"));
@@ -326,22 +326,22 @@ struct Done {
     finished: Finished,
     encrypted: bool,
     stats: Vec<StageStats>,
-    /// Entries that were changed, if they are wanted and not printed.
+    /// Changed entries for `--json`; `None` without `-n` and `-v`.
     items: Option<Vec<Item>>,
 }
 
-/// An entry that was changed, for `--json`.
+/// A changed entry, for `--json`.
 struct Item {
     path: String,
     reason: String,
 }
 
-/// A question for an error that means that nothing listens at the daemon's address.
+/// Hint for errors of a connection to an address without a listener; `None` for other errors.
 fn no_daemon(why: &str) -> Option<&'static str> {
     ["refused", "cannot connect"].iter().any(|word| why.contains(word)).then_some("is 'thruway serve' running there?")
 }
 
-/// Words for the way to resume an interrupted copy; `None` if another attempt starts over.
+/// Text for messages on how to resume an interrupted copy; `None` if another attempt starts from the beginning.
 fn resumption(args: &CpArgs, job: &Job) -> Option<&'static str> {
     let nowhere = job.export == thruway_transfer::daemon::DEV_EXPORT || matches!(job.local, Local::Directory(None));
     match args.no_resume {
@@ -351,14 +351,14 @@ fn resumption(args: &CpArgs, job: &Job) -> Option<&'static str> {
     }
 }
 
-/// Prints how far the copy has got when a signal ends it. Signals that were ignored stay so.
+/// Starts a thread that prints the progress of the copy when SIGINT or SIGTERM ends the process. Ignored signals stay ignored.
 fn report_interruption(resume: Option<&'static str>, progress: &Arc<Progress>) -> std::io::Result<()> {
     let wanted: Vec<i32> = [SIGINT, SIGTERM].into_iter().filter(|signal| !is_ignored(*signal)).collect();
     let mut signals = signal_hook::iterator::Signals::new(wanted)?;
     let progress = Arc::clone(progress);
     std::thread::Builder::new().name("signals".into()).stack_size(256 << 10).spawn(move || {
         let Some(signal) = signals.forever().next() else { return };
-        // Behind the line of the progress display.
+        // On a terminal, the cursor may be in the line of the progress display.
         let newline = if std::io::stderr().is_terminal() { "\n" } else { "" };
         let moved = progress.bytes.load(Ordering::Relaxed);
         match resume.filter(|_| moved > 0) {
@@ -496,11 +496,11 @@ fn job_id(args: &CpArgs, export: &str) -> [u8; 16] {
     hasher.finalize().as_bytes()[..16].try_into().expect("16 bytes")
 }
 
-/// What a local copy must not do to itself.
+/// Refuses a local copy of a file onto itself, of a directory into itself, and `--delete` of a source inside the destination.
 fn check_overlap(args: &CpArgs, local: &[(PathBuf, Vec<u8>)], target: &Path) -> Result<(), String> {
     let destination = match std::fs::canonicalize(target) {
         Ok(destination) => destination,
-        // It is to be made.
+        // The copy will create it.
         Err(_) => {
             let absolute = std::path::absolute(target).unwrap_or_else(|_| target.into());
             let (Some(parent), Some(name)) = (absolute.parent(), absolute.file_name()) else { return Ok(()) };
@@ -528,7 +528,7 @@ fn check_overlap(args: &CpArgs, local: &[(PathBuf, Vec<u8>)], target: &Path) -> 
     Ok(())
 }
 
-/// True if two paths are names of one file or directory.
+/// True if two paths lead to the same file or directory.
 fn is_one_file(a: &Path, b: &Path) -> bool {
     let identity = |path: &Path| path.metadata().map(|m| (m.dev(), m.ino()));
     identity(a).is_ok_and(|a| identity(b).is_ok_and(|b| a == b))
@@ -827,7 +827,7 @@ fn report(args: &CpArgs, common: &Common, done: &Done, seconds: f64) {
             text += &match what {
                 "resumed" => format!(", {} resumed", units::size(count)),
                 "deleted" if args.dry_run => format!(", would delete {count}"),
-                // A report may be of an attribute of a file that is copied.
+                // A copied file can have an error too, such as a lost attribute, so these are not "failed" entries.
                 "failed" => format!(", {}", units::count(count, "error")),
                 _ => format!(", {count} {what}"),
             };

@@ -38,7 +38,7 @@ struct Demo<'a> {
     common: &'a Common,
     dir: tempfile::TempDir,
     program: PathBuf,
-    /// Process numbers of the children that run.
+    /// Process IDs of the running children.
     children: Arc<Mutex<Vec<u32>>>,
 }
 
@@ -70,18 +70,18 @@ impl<'a> Demo<'a> {
         Ok(Demo { args, common, dir, program, children: Arc::default() })
     }
 
-    /// Removes the directory when a signal ends the demo, after its children have been killed.
+    /// Starts a thread that kills the children and removes the directory when a signal ends the demo.
     fn clean_up_on_signals(&self) -> std::io::Result<()> {
         let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP])?;
         let (dir, children) = (self.dir.path().to_path_buf(), Arc::clone(&self.children));
         std::thread::spawn(move || {
             let Some(signal) = signals.forever().next() else { return };
-            // No more children are started while this lock is held.
+            // While this lock is held, no further child is started.
             let children = children.lock().expect("no panics under the lock");
             for child in children.iter().filter_map(|pid| rustix::process::Pid::from_raw(*pid as i32)) {
                 let _ = rustix::process::kill_process(child, rustix::process::Signal::KILL);
             }
-            // What they were about to make may come a moment later.
+            // A killed child may still complete a system call that creates a file: try again.
             for _ in 0..100 {
                 if fs::remove_dir_all(&dir).is_ok() || !dir.exists() {
                     break;
@@ -93,7 +93,7 @@ impl<'a> Demo<'a> {
         Ok(())
     }
 
-    /// Starts a child that a signal to the demo ends as well.
+    /// Starts a child, which is killed when a signal ends the demo.
     fn spawn(&self, command: &mut Command) -> std::io::Result<Child> {
         let mut children = self.children.lock().expect("no panics under the lock");
         let child = command.spawn()?;
@@ -101,7 +101,7 @@ impl<'a> Demo<'a> {
         Ok(child)
     }
 
-    /// A child has ended: its number may be another process's.
+    /// Forgets a child that has ended. The kernel may give its process ID to another process.
     fn ended(&self, child: u32) {
         self.children.lock().expect("no panics under the lock").retain(|pid| *pid != child);
     }
@@ -262,7 +262,7 @@ impl<'a> Demo<'a> {
         let mut command = Command::new(&self.program);
         command.args(["serve", "--json", "--listen", "127.0.0.1:0", "--export"]);
         command.arg(format!("demo={}", dir.display())).stdout(Stdio::piped());
-        // The daemon would warn of the copy that is killed.
+        // Otherwise the daemon would warn about the copy that the demo kills.
         if self.common.verbose == 0 && std::env::var_os("THRUWAY_LOG").is_none() {
             command.env("THRUWAY_LOG", "error");
         }

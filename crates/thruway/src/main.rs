@@ -74,7 +74,7 @@ fn main() -> ExitCode {
     let cli = parse();
     // What nothing else notes the time of.
     let has_times = matches!(&cli.command, Command::Relay(args) if args.is_in_background());
-    // The first -v of a copy names its items.
+    // The first -v of a copy prints items; it does not raise the log level.
     let items = matches!(&cli.command, Command::Cp(_));
     log::start(cli.common.verbose.saturating_sub(items.into()), has_times);
     let result = match cli.command {

@@ -29,7 +29,7 @@ pub(crate) struct Display {
 }
 
 impl Display {
-    /// Whether anything is shown.
+    /// True if progress is shown.
     pub(crate) fn is_shown(&self) -> bool {
         self.thread.is_some()
     }
@@ -67,7 +67,7 @@ impl Drop for Display {
 
 fn new_bar() -> ProgressBar {
     let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr());
-    // One line, however narrow the terminal is.
+    // `wide_msg` shortens the text to one line on a narrow terminal.
     bar.set_style(ProgressStyle::with_template("{spinner} {wide_msg}").expect("a valid template"));
     bar
 }
@@ -95,14 +95,14 @@ fn show(bar: Option<&ProgressBar>, progress: &Progress, stop: &AtomicBool) {
     }
 }
 
-/// `1.2 GiB of 3.5 GiB, 34 %, 1.0 GiB/s, 120 files, 2 s left`. As long as the total is not known: `of at least`.
+/// Progress as text: `1.2 GiB of 3.5 GiB, 34 %, 1.0 GiB/s, 120 files, 2 s left`; with `of at least` until the total is known.
 fn describe(progress: &Progress, elapsed: Duration) -> String {
     let get = |c: &std::sync::atomic::AtomicU64| c.load(Ordering::Relaxed);
     let (bytes, files, estimate) = (get(&progress.bytes), get(&progress.files), get(&progress.estimate));
     let rate = bytes as f64 / elapsed.as_secs_f64().max(0.001);
     let done = bytes + if estimate > 0 { get(&progress.resumed) } else { 0 };
     let known = estimate > 0 || progress.total_known.load(Ordering::Relaxed);
-    // Names and attributes are moved, too, and are not in the total.
+    // The bytes done include names and attributes, and can exceed an estimate, which counts content only.
     let total = if estimate > 0 { estimate.max(done) } else { get(&progress.total_bytes) };
     let mut text = units::size(done);
     match known {
@@ -117,7 +117,7 @@ fn describe(progress: &Progress, elapsed: Duration) -> String {
     text
 }
 
-/// `5 s`, `3 min`, `2 h 5 min`.
+/// A duration as text: `5 s`, `3 min`, `2 h 5 min`.
 fn duration(seconds: f64) -> String {
     let seconds = seconds.ceil() as u64;
     match seconds {
@@ -127,13 +127,13 @@ fn duration(seconds: f64) -> String {
     }
 }
 
-/// Finds out, beside the copy, how much there is to copy, for the percentage.
+/// Starts a thread that sums the sizes of the sources into `progress.estimate`, the total for the percentage.
 pub(crate) fn estimate(sources: Vec<PathBuf>, progress: &Arc<Progress>) {
     let progress = Arc::downgrade(progress);
     let walk = move || {
         let (mut total, mut todo) = (0u64, sources);
         while let Some(path) = todo.pop() {
-            // The copy is over.
+            // The copy has ended.
             if progress.strong_count() == 0 {
                 return;
             }

@@ -26,7 +26,7 @@ pub(crate) enum Provider {
 
 impl Provider {
     /// # Errors
-    /// If it needs a daemon, and none is named.
+    /// If this provider needs a daemon and the copy has none.
     pub(crate) fn check(self, has_daemon: bool) -> Result<(), String> {
         match self {
             Provider::Verbs if !has_daemon => Err("--provider verbs needs a daemon: tw://host/export/path".into()),

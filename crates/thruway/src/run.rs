@@ -180,7 +180,7 @@ pub(crate) fn run(args: &RunArgs, common: &Common) -> Result<(), Failed> {
     } else {
         let mut command = Command::new("env");
         command.arg(format!("--ignore-signal={}", ignored.join(",")));
-        // Only the program loads the library: `env` would be counted as well.
+        // Set by `env` for the program only: if `env` loaded the library too, it would be counted in the statistics.
         let mut variable = OsString::from("LD_PRELOAD=");
         variable.push(preload);
         command.arg(variable).arg(program);

@@ -170,7 +170,7 @@ fn a_reload_reports_each_change_and_a_check_its_verdict() {
     assert!(said[1].starts_with(&format!("not reloaded: {at}:2: ")), "{said:?}");
     child.kill().unwrap();
     child.wait().unwrap();
-    // Also of mistakes that show only when files are opened.
+    // `--check` also reports mistakes that are found only when files are opened.
     fs::write(&file, text("").replace("'mem:1M'", "'/no/such/disk'").replace(served.to_str().unwrap(), "/no/such"))
         .unwrap();
     fs::write(&keys, "nonsense").unwrap();

@@ -520,7 +520,7 @@ fn items_are_named_with_the_reason() {
         text
     };
     let serving = lab.serve(&source);
-    // By -n and by -v; pushed to a daemon, pulled from one, and locally.
+    // A push to a daemon, a pull from one, and a local copy report the same items, for -n and -v.
     for option in ["-n", "-v"] {
         for (from, to) in [
             (contents(&source), daemon.url("e/far")),
@@ -540,7 +540,7 @@ fn items_are_named_with_the_reason() {
         assert_eq!(here.join("gone").exists(), option == "-n");
     }
     assert_same(&source, &far, Compare::Content);
-    // As lines, below the name of the source.
+    // Without --json, each item is a line; its path begins with the name of the source.
     fs::write(served.join("gone"), "").unwrap();
     let out =
         thruway(lab.dir.path()).args(["cp", "-rn"]).args([source.as_os_str(), &daemon.url("e/")]).output().unwrap();
@@ -583,7 +583,7 @@ fn mistakes_of_users_of_other_programs_are_explained() {
         said(2, &[&"cp", &option, &"x", &"h:y", &"z"], expected);
     }
     said(1, &[&"cp", &"-p", &"2222", &lab.path("f"), &"h:y"], "a port for ssh is set in ~/.ssh/config");
-    said(1, &[&"cp", &daemon.url("e/*.log"), &lab.mkdir("here")], "patterns are not expanded there");
+    said(1, &[&"cp", &daemon.url("e/*.log"), &lab.mkdir("here")], "patterns are not expanded on the other host");
     said(2, &[&"cp", &lab.path("f"), &"tw://127.0.0.1"], "no export is named");
     let absolute = lab.path("none/x");
     let mut there = OsString::from("localhost:");
@@ -593,7 +593,7 @@ fn mistakes_of_users_of_other_programs_are_explained() {
     let out =
         with_fake_ssh(&lab).env("THRUWAY_REMOTE", "/no/thruway").arg("cp").arg(&there).arg(lab.path("g")).output();
     assert!(stderr(&out.unwrap()).contains("THRUWAY_REMOTE"));
-    // Nobody listens there any more.
+    // The daemon has ended, so nothing listens at its address.
     let gone = daemon.url("e/x");
     drop(daemon);
     let out =

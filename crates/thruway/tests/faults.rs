@@ -73,7 +73,7 @@ fn leftovers(dir: &Path) -> Vec<String> {
     names.filter(|name| name.contains(".tw-") || name.contains(".journal")).collect()
 }
 
-/// The daemon removes its journal before the client reports success.
+/// Asserts that no journal or temporary file is left: the daemon removes them before the client reports success.
 fn no_leftovers(dir: &Path) {
     assert_eq!(leftovers(dir), [""; 0]);
 }
@@ -150,9 +150,9 @@ fn leftovers_of_another_command_are_named_and_cleaned() {
     let signal = |name: &str| {
         assert!(Command::new("kill").args([name, &child.id().to_string()]).status().unwrap().success());
     };
-    // It does not end meanwhile, however busy the machine is.
+    // A stopped copy cannot end before `clean` runs, however busy the machine is.
     signal("-STOP");
-    // A running copy is left alone.
+    // `clean --delete` removes nothing of a running copy.
     let clean = |extra: &[&str]| {
         let out = thruway(lab.dir.path()).args(["clean", "--json"]).args(extra).arg(&served).output().unwrap();
         assert!(out.status.success(), "{}", stderr(&out));
@@ -167,14 +167,14 @@ fn leftovers_of_another_command_are_named_and_cleaned() {
     child.stderr.take().unwrap().read_to_string(&mut said).unwrap();
     assert_eq!(std::os::unix::process::ExitStatusExt::signal(&child.wait().unwrap()), Some(2), "{said}");
     assert!(said.contains("stopped; ") && said.contains("the same command resumes"), "{said}");
-    // The daemon's end of the session ends a moment later.
+    // The daemon ends the session some time after the client.
     let start = Instant::now();
     while clean(&[]).iter().any(|row| row["state"] != "unfinished") {
         assert!(start.elapsed() < TIMEOUT, "{:?}", clean(&[]));
         std::thread::sleep(Duration::from_millis(10));
     }
     assert_eq!(clean(&[]).len(), 2, "a journal and a temporary file");
-    // With another option it is another job, which names them.
+    // The same copy with another option is another job, which reports the leftovers of this one.
     let out = try_cp(&lab, &args(&[&"-p", &big, &daemon.url("e/copy")]));
     assert!(
         out.status.success() && stderr(&out).contains("leftovers of other, interrupted copies"),
@@ -405,7 +405,7 @@ fn a_full_disk_is_told_and_the_copy_goes_on_when_there_is_room() {
     assert_eq!(out.status.code(), Some(1));
     assert!(
         stderr(&out).contains("No space left on device")
-            && stderr(&out).contains("; what has arrived is kept, and the same command resumes"),
+            && stderr(&out).contains("; the data copied so far is kept, and the same command resumes"),
         "{}",
         stderr(&out)
     );

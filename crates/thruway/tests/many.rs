@@ -107,7 +107,7 @@ fn connections_without_a_greeting_hold_up_no_copy() {
         for one in silent: one.sendall(b'TWFT')\n\
         print('silent', flush=True)\n\
         sys.stdin.read()\n";
-    // Another user's, and the copying user's own.
+    // Connections of another user, then of the user that copies.
     let own = fs::metadata("/proc/self").unwrap().uid();
     for user in [NOBODY, own] {
         let mut silent = Command::new("setpriv")

@@ -1,4 +1,4 @@
-//! Table of operations and errors of NFS version 4: runs each case against a daemon, and generates the page of the book.
+//! Conformance table of NFS version 4: runs each of its cases against a daemon, and generates its page of the book.
 
 #[path = "nfs/mod.rs"]
 mod nfs;
@@ -41,7 +41,7 @@ struct Case {
     versions: Option<Vec<u32>>,
 }
 
-/// Statuses by their names, without `NFS4ERR_` (RFC 8881, section 15.1).
+/// Numbers of statuses by name, without `NFS4ERR_` (RFC 8881, section 15.1).
 const STATUSES: [(&str, u32); 50] = [
     ("OK", 0),
     ("PERM", 1),
@@ -138,7 +138,7 @@ fn every_case_of_the_table_has_the_result_that_the_rfc_asks_for() {
     daemon.stop();
 }
 
-/// Each operation number is refused, unless the table has it as served in the minor version.
+/// Calls each operation number that the table does not list as served in a minor version, and expects an error.
 #[test]
 fn operations_that_are_not_served_are_refused() {
     const LAST: u32 = 80;
@@ -149,7 +149,7 @@ fn operations_that_are_not_served_are_refused() {
     let operations: BTreeMap<u32, Operation> = table().operation.into_iter().map(|op| (op.number, op)).collect();
     for minor in 0..=2 {
         let expected = |number: u32| match operations.get(&number) {
-            // Operations that only version 4.0 has are known to later versions, but not supported.
+            // Later versions define the operations of version 4.0 too, but do not support them.
             Some(op) if op.versions == [0] && minor > 0 => Some("NOTSUPP"),
             Some(op) if !op.versions.contains(&minor) => Some("OP_ILLEGAL"),
             Some(op) => op.absent.as_ref().map(|_| "NOTSUPP"),

@@ -32,7 +32,7 @@ impl Drop for Mounted {
     }
 }
 
-/// An image with a file system of this kind.
+/// Creates an image with a file system of this type.
 fn image(lab: &Lab, name: &str, kind: &str) -> PathBuf {
     let path = lab.path(name);
     fs::File::create(&path).unwrap().set_len(320 << 20).unwrap();
@@ -102,7 +102,7 @@ print(client.handle(b"a", b"f").hex(), client.attributes(client.handle(b"a"), 8)
         let before = python(&daemon.at("nfs"), script, &[]);
         daemon.stop();
         drop(mounted);
-        // Another image takes the device of the first one.
+        // Another image takes the loop device of the first one, so the first one gets another device number.
         let other = Lab::new();
         let in_the_way = LoopDevice::over(&self::image(&other, "other", "ext4"));
         let mounted = Mounted::new(&image, dir.clone());
@@ -137,7 +137,7 @@ for handle in map(bytes.fromhex, args):
 "#;
     python(&daemon.at("nfs"), script, &handles.split_whitespace().collect::<Vec<_>>());
     daemon.stop();
-    // Handles of the old directory are valid again, also beside another share.
+    // Once the share has its old directory again, the old handles are valid, also with a second share.
     let daemon = serve(&lab, &[("other", &new), ("data", &old)]);
     let script = r#"assert Client(at, b"client").read(bytes.fromhex(args[1])) == (OK, b"old secret")"#;
     python(&daemon.at("nfs"), script, &handles.split_whitespace().collect::<Vec<_>>());

@@ -12,7 +12,7 @@ use std::process::{Command, Stdio};
 use support::disks::{Disks, ok, text};
 use support::{Lab, THRUWAY};
 
-/// A directory that all users may change.
+/// Creates a directory that all users may change.
 fn shared(lab: &Lab) -> PathBuf {
     let dir = lab.mkdir("shared");
     fs::set_permissions(&dir, fs::Permissions::from_mode(0o777)).unwrap();
@@ -155,7 +155,7 @@ impl Drop for SmallState {
 
 #[test]
 fn a_full_state_directory_holds_up_only_clients_that_are_not_stored() {
-    // With room for the reserve, and without.
+    // The first file system has room for the reserve, the second has not.
     for (size, new_comes_in) in [("1m", true), ("64k", false)] {
         let lab = Lab::new();
         let _state = SmallState::new(&lab, size);
@@ -188,7 +188,7 @@ fn a_host_that_opens_many_files_keeps_no_other_from_opening_some() {
     let lab = Lab::new();
     let dir = shared(&lab);
     (0..600).for_each(|n| fs::write(dir.join(n.to_string()), "").unwrap());
-    // The limit of open files is an eighth of the descriptors: 512.
+    // The limit of open NFS files is an eighth of the descriptors: 512.
     let daemon = serve_by(Command::new("prlimit").args(["--nofile=4096", THRUWAY]), &lab, "", "30");
     let script = r#"
 many, other = Client(at, b"many", source="127.0.0.3"), Client(at, b"other", source="127.0.0.2")

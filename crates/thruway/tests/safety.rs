@@ -68,7 +68,7 @@ fn an_incomplete_listing_removes_nothing() {
     }
     cp(&lab, &args(&[&"-r", &slash(&source), &target]));
     let mirror = args(&[&"-r", &"--delete", &slash(&source), &target]);
-    // ENOENT, of a directory that was lost, is not the end of the list.
+    // ENOENT, the error for a lost directory, must not count as the end of the listing.
     for fault in ["EIO:when=2", "ENOENT:when=1", "ENOENT:when=2", "ENOENT:when=3"] {
         let out = cp_with_fault(&lab, &source, &format!("getdents64:error={fault}"), &mirror);
         assert_eq!(out.status.code(), Some(1));
@@ -246,7 +246,7 @@ fn a_copy_does_not_swallow_itself() {
     write(lab.path("a/m/f"), "x");
     let served = lab.path("a");
     let daemon = lab.serve(&served);
-    // Locally nothing is made.
+    // A local copy is refused before anything is created.
     for (source, target) in
         [(slash(&lab.path("a")), "a/m/n"), (lab.path("a").into(), "a/m"), (lab.path("a").into(), "a/n")]
     {
@@ -255,7 +255,7 @@ fn a_copy_does_not_swallow_itself() {
         assert!(stderr(&out).contains("into itself"), "{}", stderr(&out));
         assert_eq!((names(&lab.path("a")), names(&lab.path("a/m"))), (vec!["m".into()], vec!["f".into()]));
     }
-    // Whether the walk meets the destination depends on which is there first.
+    // In the first attempt, the walk may end before the destination exists.
     for attempt in 0..2 {
         let out = try_cp(&lab, &args(&[&"-r", &slash(&lab.path("a")), &daemon.url("e/m/o")]));
         assert!(attempt == 0 || out.status.code() == Some(1));
@@ -264,7 +264,7 @@ fn a_copy_does_not_swallow_itself() {
     assert_eq!(names(&lab.path("a/m")), ["f", "o"]);
     let copied = names(&lab.path("a/m/o/m"));
     assert!(copied.iter().all(|n| n == "f"), "{copied:?}");
-    // Nor is a source removed that is at the destination, or inside it, where a daemon of this machine is between.
+    // A source that is the destination, or is inside it with --delete, is also refused over a daemon of this machine.
     let (a, e) = (slash(&lab.path("a")), daemon.url("e/"));
     for list in [
         args(&[&"-r", &"--delete", &a, &e]),
@@ -639,7 +639,7 @@ fn a_ring_that_breaks_ends_no_process() {
     for i in 0..4 {
         fs::write(source.join(format!("f{i}")), noise(3 << 20, i)).unwrap();
     }
-    // Once, as for want of memory; from then on; whatever the kernel had been given before.
+    // Errors of one call, as when memory is short, and of all calls from the second or fourth on.
     for (round, fault) in ["ENOMEM:when=2", "ENOENT:when=3", "EBADR:when=2+", "ENOMEM:when=4+"].iter().enumerate() {
         let with_fault = |list: &[&OsStr]| {
             let mut command = Command::new("strace");
@@ -650,7 +650,7 @@ fn a_ring_that_breaks_ends_no_process() {
         };
         let copy = lab.path(&format!("copy{round}"));
         let out = with_fault(&["cp", "-r"].map(OsStr::new)).arg(slash(&source)).arg(&copy).output().unwrap();
-        // Where no completion comes any more, the copy fails as a whole or in part.
+        // If completions stop arriving, some files or the whole copy fail.
         assert!(matches!(out.status.code(), Some(0 | 1)), "{fault}: {}", stderr(&out));
         if fault.ends_with('+') {
             cp(&lab, &args(&[&"-r", &slash(&source), &copy]));
@@ -661,13 +661,13 @@ fn a_ring_that_breaks_ends_no_process() {
         let exported = export("e", &served, "");
         let list = ["serve", "--json", "--listen", "127.0.0.1:0", "--export"].map(OsStr::new);
         let daemon = Daemon::start_by(with_fault(&list).arg(&exported));
-        // The same job, once a session has failed with what its daemon had in progress.
+        // The first attempt may fail with the requests that the daemon had in progress. The second one resumes the job.
         let command = args(&[&"-r", &slash(&source), &daemon.url(&format!("e/{round}"))]);
         let out = try_cp(&lab, &command);
         assert!(out.status.success() || fault.ends_with('+'), "{fault}: {}", stderr(&out));
         cp(&lab, &command);
         assert_same(&source, &served.join(round.to_string()), Compare::Content);
-        // The process that strace has started.
+        // The daemon is the child of strace.
         let children = fs::read_to_string(format!("/proc/{0}/task/{0}/children", daemon.child.id())).unwrap();
         assert!(Command::new("kill").arg(children.trim()).status().unwrap().success(), "it is there");
     }
@@ -703,7 +703,7 @@ fn a_link_to_a_device_pipe_or_socket_is_refused_as_the_destination() {
     for what in ["pipe", "null", "socket"] {
         symlink(what, target.join(format!("to-{what}"))).unwrap();
     }
-    // As /dev/stdout, whatever that is at the moment.
+    // A link like /dev/stdout; its target depends on the process.
     symlink("/proc/self/fd/1", target.join("to-stdout")).unwrap();
     let (daemon, from) = (lab.serve(&target), lab.serve(&source));
     let file = source.join("to-pipe");
@@ -728,11 +728,11 @@ fn a_link_to_a_device_pipe_or_socket_is_refused_as_the_destination() {
         }
         assert!(fs::symlink_metadata(target.join(what)).unwrap().is_symlink(), "{what}");
     }
-    // By the name of the source, too.
+    // The destination is a directory, and the link in it has the name of the source.
     refused(args(&[&file, &slash(&target)]));
     refused(args(&[&file, &daemon.url("e/")]));
     refused(args(&[&from.url("e/to-pipe"), &target]));
-    // A link takes the place of a link, and below the destination links are entries of the tree.
+    // A link of the source replaces the link. In a directory below the destination, a link is replaced by a file.
     symlink("elsewhere", source.join("to-null")).unwrap();
     cp(&lab, &args(&[&"-r", &"--exclude", &"to-pipe", &slash(&source), &target]));
     assert_eq!(fs::read_link(target.join("to-null")).unwrap(), Path::new("elsewhere"));
@@ -769,7 +769,7 @@ fn a_served_disk_is_neither_replaced_nor_removed() {
         }
     };
     let file = source.join("disk.img");
-    // By the daemon that serves it, by another process, by its name or in a directory, with attributes and links.
+    // Copies by the daemon that serves the disk and by another process, of a file and of a directory, with -a and --delete.
     refused(args(&[&file, &daemon.url("e/disk.img")]));
     refused(args(&[&"-a", &slash(&source), &daemon.url("e/")]));
     refused(args(&[&file, &served.join("disk.img")]));
@@ -781,7 +781,7 @@ fn a_served_disk_is_neither_replaced_nor_removed() {
     drop(daemon);
     cp(&lab, &args(&[&file, &served.join("disk.img")]));
     assert_eq!(fs::read_to_string(served.join("disk.img")).unwrap(), "another");
-    // One file is not a share's and the disk's of one daemon, where that has a cache.
+    // A daemon refuses a share with the file of a disk that has a cache.
     let mut share = OsString::from("s=");
     share.push(lab.mkdir("served/dir"));
     let mut cached = block(&served.join("dir/disk.img"));
@@ -840,13 +840,13 @@ fn attributes_that_cannot_be_kept_are_named() {
         for name in ["set-id", "capable", "marked", "group"] {
             assert!(copy.join(name).exists() && mode_of(copy.join(name)) & 0o6000 == 0, "{name}");
         }
-        // Nothing of it may pass, so nothing waits for another attempt.
+        // Repeated attempts would fail in the same way, so no journal is kept.
         let left: Vec<_> = fs::read_dir(copy.parent().unwrap()).unwrap().map(|e| e.unwrap().file_name()).collect();
         assert!(!left.iter().any(|name| name.as_bytes().ends_with(b".journal")), "{left:?}");
     };
     let common =
         ["set-id: set-user-ID bit not kept", "group: set-group-ID bit not kept", "capable: extended attribute"];
-    // An ordinary user, to whom trusted attributes are invisible.
+    // A copy by an ordinary user; trusted attributes are invisible to it.
     let program = lab.program_for_all();
     let home = lab.mkdir("home");
     std::os::unix::fs::chown(&home, Some(NOBODY), Some(NOBODY)).unwrap();
@@ -856,7 +856,7 @@ fn attributes_that_cannot_be_kept_are_named() {
         command.env("XDG_CONFIG_HOME", &home).args(["cp", "--json", "-rp"]).arg(slash(&source)).arg(home.join("copy"));
         insists(command.output().unwrap(), &common, &home.join("copy"));
     }
-    // A key without the privilege, at a daemon that could.
+    // A copy with a key without 'privileged', to a daemon that runs as root.
     let key = lab.path("key");
     assert!(thruway(lab.dir.path()).args(["keygen", "--quiet", "--output"]).arg(&key).status().unwrap().success());
     let authorized = lab.path("authorized");

@@ -39,7 +39,7 @@ fn script(name: &str) -> PathBuf {
 /// A program, by `thruway run` with these options, or as it is.
 fn program(run: Option<&[&str]>, args: &[&str]) -> Command {
     assert!(library().is_file());
-    // Without the signals that whoever runs the tests ignores, as `nohup` does.
+    // The tests may have been started with ignored signals, as by `nohup`; the program must not inherit them.
     let mut command = Command::new("env");
     command.arg("--default-signal");
     if let Some(options) = run {
@@ -592,21 +592,22 @@ fn from_environment(name: &str, default: u64) -> u64 {
     std::env::var(name).map_or(default, |text| text.parse().unwrap_or_else(|error| panic!("{name}={text}: {error}")))
 }
 
-/// Handlers on any stack send on the connection whose call they interrupt, or jump out of the call; threads are cancelled in one.
+/// Signal handlers interrupt a call on a connection. They run on any stack, and send on the same connection or jump out of the call.
+/// Threads are cancelled in such a call.
 #[test]
 fn handlers_and_jumps_leave_streams_as_on_tcp() {
     let counted = counters(&compare_in_c("jumps", STATS));
     assert!(counted["accelerated"] == 8, "{counted:?}");
 }
 
-/// What only the kernel's TCP can honour is set while a connection is in use.
+/// Options that only the kernel's TCP supports are set while a connection is in use.
 #[test]
 fn options_that_need_tcp_are_honoured_from_the_call_on() {
     let counted = counters(&compare_in_c("options", STATS));
     assert!(counted["accelerated"] == 6 && counted["demoted"] == 3, "{counted:?}");
 }
 
-/// Waits and receives by the C library's `syscall` are answered as its functions would.
+/// Waits and receives by the C library's `syscall` return the same results as its functions for them.
 #[test]
 fn programs_that_make_system_calls_by_number_wait_as_on_tcp() {
     let lab = support::Lab::new();
@@ -615,7 +616,7 @@ fn programs_that_make_system_calls_by_number_wait_as_on_tcp() {
     assert!(counted["accelerated"] > 0 && counted["demoted"] == 0, "{counted:?}");
 }
 
-/// Small messages that only doorbells announce cost more than by TCP: their connections go back to it.
+/// Small messages that each need a doorbell cost more than TCP, so their connections go back to TCP.
 #[test]
 fn programs_that_need_a_doorbell_for_each_message_go_back_to_tcp() {
     let lab = support::Lab::new();
@@ -624,7 +625,8 @@ fn programs_that_need_a_doorbell_for_each_message_go_back_to_tcp() {
     assert!(counted["accelerated"] > 0 && counted["doorbells_only"] > 0, "{counted:?}");
 }
 
-/// Connections of a process that uses io_uring stay with TCP, or go back to it without loss when it makes a ring.
+/// Connections of a process that uses io_uring stay on TCP. If they are accelerated when it creates a ring, they go back to TCP without
+/// loss.
 #[test]
 fn programs_that_use_io_uring_wait_and_receive_as_on_tcp() {
     let lab = support::Lab::new();
@@ -635,7 +637,7 @@ fn programs_that_use_io_uring_wait_and_receive_as_on_tcp() {
     assert!(late["accelerated"] > 0 && late["io_uring"] == 6, "{late:?}");
 }
 
-/// A ring that is made by system call instructions of the program's own is known by its descriptor.
+/// A ring that the program creates by its own system call instructions is recognised by its descriptor.
 #[test]
 fn programs_with_liburing_built_in_wait_and_receive_as_on_tcp() {
     let lab = support::Lab::new();
@@ -644,7 +646,7 @@ fn programs_with_liburing_built_in_wait_and_receive_as_on_tcp() {
     assert!(counted["accelerated"] == 0 && counted["io_uring"] == 6, "{counted:?}");
 }
 
-/// A peer that stores anything anywhere in the shared memory. `THRUWAY_HOSTILE_SECONDS` and `THRUWAY_HOSTILE_SEED` say how long, and what.
+/// A peer stores random values anywhere in the shared memory, for `THRUWAY_HOSTILE_SECONDS`, from the seed `THRUWAY_HOSTILE_SEED`.
 #[test]
 fn a_hostile_peer_breaks_only_its_own_connection() {
     let lab = support::Lab::new();
@@ -657,13 +659,13 @@ fn a_hostile_peer_breaks_only_its_own_connection() {
     assert!(counters(&output)["accelerated"] > 20, "{told}");
 }
 
-/// Has a program in C run on TCP and accelerated, with the same output.
+/// Builds a C program, and applies [`compare`] to it.
 fn compare_in_c(name: &str, options: Option<&[&str]>) -> Output {
     let lab = support::Lab::new();
     compare(options, &[build_c(&lab, name, &[]).to_str().unwrap()])
 }
 
-/// Has a program run on TCP and accelerated, with the same output.
+/// Runs a program on TCP and accelerated. Asserts that both runs succeed with the same output; returns that of the accelerated run.
 fn compare(options: Option<&[&str]>, args: &[&str]) -> Output {
     let plain = finish(program(None, args));
     let accelerated = finish(program(options, args));

@@ -184,8 +184,8 @@ impl BlockArgs {
         Ok(())
     }
 
-    /// What would keep disks from being served, as far as can be told without opening them.
-    /// With each, the part of the configuration that it is about.
+    /// Errors that would keep disks from being served, as far as they can be found without opening disks. Each comes with
+    /// the part of the configuration that it concerns.
     pub(super) fn mistakes(&self) -> Vec<(String, String)> {
         let nodes = usable_nodes().len();
         let disks = Spec::check(&self.block, nodes).into_iter();

@@ -32,21 +32,20 @@ pub(super) struct File {
     pub disks: Vec<Spec>,
     /// Shares.
     pub shares: Vec<Share>,
-    /// Line of each option (`--key`), export, disk and share (`export 'data'`).
+    /// Line number of each option (`--key`), export, disk and share (`export 'data'`).
     lines: HashMap<String, usize>,
-    /// Names of options with their tables, as messages show them.
+    /// Names of options for messages, with the table (`transfer.max-sessions`), by option (`--max-sessions`).
     names: HashMap<String, String>,
 }
 
 impl File {
-    /// The line of an option, an export, a disk or a share.
+    /// Line number of an option, an export, a disk or a share.
     pub(super) fn line(&self, what: &str) -> Option<usize> {
         self.lines.get(what).copied()
     }
 
-    /// Differences to an earlier state of the file that take effect at the next start. Rules of shares are not among
-    /// them: the file service applies and reports these.
-    /// With each its line.
+    /// Changes since an earlier state of the file that take effect at the next start, each with its line number. Shares
+    /// are left out: the file service applies and reports their changes.
     pub(super) fn changes_since(&self, earlier: &File) -> Vec<(String, Option<usize>)> {
         let values = |file: &File, name: &str| -> Vec<OsString> {
             let of = |option: &&OsString| option_name(option) == name;
@@ -67,13 +66,13 @@ impl File {
     }
 }
 
-/// `--name` of `--name=value`.
+/// The part `--name` of an option `--name=value`.
 fn option_name(option: &OsString) -> String {
     let text = option.to_string_lossy();
     text.split_once('=').map_or(&*text, |(name, _)| name).into()
 }
 
-/// The names of entries that have changed, come or gone.
+/// Names of entries that were changed, added or removed.
 fn differences<T: PartialEq>(now: Vec<(String, T)>, earlier: Vec<(String, T)>) -> Vec<String> {
     let value = |of: &[(String, T)], name: &String| of.iter().position(|(n, _)| n == name);
     let changed = now.iter().filter(|(name, entry)| value(&earlier, name).is_none_or(|at| earlier[at].1 != *entry));
@@ -228,10 +227,10 @@ fn command() -> clap::Command {
     ServeArgs::augment_args(clap::Command::new("serve")).no_binary_name(true)
 }
 
-/// Reads the text of a file.
+/// Parses the text of a configuration file.
 ///
 /// # Errors
-/// All that is wrong with it, a line each.
+/// All mistakes in the file, one per line.
 pub(super) fn read(path: &Path, text: &str) -> Result<File, String> {
     parse(text).map_err(|mistakes| {
         let lines = mistakes
@@ -241,7 +240,7 @@ pub(super) fn read(path: &Path, text: &str) -> Result<File, String> {
     })
 }
 
-/// The number of the line at an offset.
+/// Line number, from 1, of a byte offset.
 fn line_of(text: &str, at: usize) -> usize {
     1 + text.as_bytes()[..at.min(text.len())].iter().filter(|byte| **byte == b'\n').count()
 }
@@ -255,7 +254,7 @@ fn parse(text: &str) -> Result<File, Vec<Diagnostic>> {
     }
     reader.table(&TABLES[0], top.get_ref());
     let Reader { mut file, mut mistakes, .. } = reader;
-    // Offsets until now.
+    // The reader has stored byte offsets.
     file.lines.values_mut().for_each(|at| *at = line_of(text, *at));
     if mistakes.is_empty() {
         return Ok(file);
@@ -280,7 +279,7 @@ impl Reader<'_> {
         self.mistakes.push(Diagnostic { span, what: what.into() });
     }
 
-    /// Records the offset of an entry, for later error messages.
+    /// Records the byte offset of an entry. [`parse`] replaces it by the line number.
     fn place(&mut self, what: String, span: Range<usize>) {
         self.file.lines.insert(what, span.start);
     }

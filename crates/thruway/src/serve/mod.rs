@@ -155,7 +155,7 @@ fn rdma_device(listen: &[SocketAddr]) -> Result<verbs::Config, String> {
     Ok(first)
 }
 
-/// An address to listen on, with a hint for other ways to write one.
+/// Parses an address to listen on. The error suggests a valid form of incomplete addresses, such as a port alone.
 fn parse_address(text: &str) -> Result<SocketAddr, String> {
     text.parse().map_err(|_| {
         let example = match (text.parse::<std::net::IpAddr>(), text.trim_start_matches(':').parse::<u16>()) {
@@ -204,8 +204,8 @@ pub(crate) fn run(args: &ServeArgs, common: &Common) -> Result<(), Failed> {
     done.map_err(|message| Failed::operation("serve", message))
 }
 
-/// Refuses to share a directory with the file of a disk that has a cache of its own: clients of one would not see the
-/// writes of the other. Paths are compared as they are now; other names of the file are not found.
+/// Refuses a share if its directory contains the file of a disk with a cache: clients of the share and of the disk would
+/// not see each other's writes. Compares canonical paths, so other hard links of the file are not found.
 fn check_shared_disks(args: &ServeArgs) -> Result<(), String> {
     let real = |path: &Path| std::fs::canonicalize(path).ok();
     for disk in args.block.block.iter().filter(|disk| disk.layers.iter().any(|layer| layer.config.role().caches)) {
@@ -253,7 +253,7 @@ impl std::fmt::Display for Mistakes {
     }
 }
 
-/// The configuration file alone.
+/// Reads the configuration file, without the options of the command line.
 fn read_config(path: &Path) -> Result<config::File, Mistakes> {
     let text = std::fs::read_to_string(path);
     let text = text.map_err(|e| Mistakes::Unreadable(format!("{}: {e}", path.display())))?;
@@ -279,7 +279,7 @@ fn with_config(path: &Path) -> Result<ServeArgs, Mistakes> {
 fn serve(args: &ServeArgs, common: &Common) -> Result<(), String> {
     thruway_engine::limits::raise_open_files();
     let signals = Signals::new([SIGHUP, SIGINT, SIGTERM, SIGUSR1]).map_err(|e| e.to_string())?;
-    // A write beyond the limit on the size of files is an error of its request.
+    // A handled SIGXFSZ does not end the daemon: a write beyond the limit on the size of files fails with EFBIG.
     signal_hook::flag::register(SIGXFSZ, std::sync::Arc::default()).map_err(|e| e.to_string())?;
     prepare_state(args);
     // Made when there is none, or only read: no affair of a daemon that serves already.
@@ -370,8 +370,8 @@ fn supervise(
     result
 }
 
-/// Reloads the services, and reports applied changes, changes that need a restart, and mistakes. `started`: the
-/// configuration file and its content at the start.
+/// Reloads the services. Reports applied changes, changes that need a restart, and mistakes. `started` is the
+/// configuration file and its content at the start of the daemon.
 fn reload(services: &[Box<dyn Service>], started: &mut Option<(&Path, config::File)>) {
     let mut wrong = false;
     for service in services {
@@ -392,7 +392,7 @@ fn reload(services: &[Box<dyn Service>], started: &mut Option<(&Path, config::Fi
                 }
             }
             Err(mistakes) => {
-                // The file service has reported the same.
+                // The file service reads the file too, and has reported its mistakes.
                 if !wrong {
                     thruway_cli::say_error!("thruway serve: not reloaded: {mistakes}");
                 }
@@ -400,7 +400,7 @@ fn reload(services: &[Box<dyn Service>], started: &mut Option<(&Path, config::Fi
             }
         }
     }
-    let end = if wrong { "with mistakes; what was not reloaded stays as it was" } else { "done" };
+    let end = if wrong { "with mistakes; items that were not reloaded are unchanged" } else { "done" };
     thruway_cli::say_error!("thruway serve: reload {end}");
 }
 
@@ -439,7 +439,7 @@ fn become_user(args: &ServeArgs) -> Result<(), String> {
 
 /// Says what would keep the daemon from starting.
 fn check(args: &ServeArgs, common: &Common) -> Result<(), String> {
-    // With each, the part of the configuration that it is about.
+    // Each mistake with the part of the configuration that it concerns.
     let mut mistakes = Vec::new();
     for export in &args.export {
         let error = check_exports(std::slice::from_ref(export)).err();

@@ -2,7 +2,8 @@
 
 use crate::support::disks::ok;
 
-/// Runs a script with everything of `client.py`; `at` is the server's address, and `args` are the further arguments.
+/// Runs a Python script after `from client import *`. Its variables `at` and `args` are the server's address and the further arguments.
+/// Returns its output.
 pub(crate) fn python(at: &str, script: &str, args: &[&str]) -> String {
     let here = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/nfs");
     let script = format!(

@@ -109,7 +109,7 @@ pub(crate) fn thruway(home: &Path) -> Command {
     command
 }
 
-/// A `thruway` command with an ssh that runs the other host's command here, as the real one does after the login.
+/// A `thruway` command with a fake ssh that runs the command for the other host on this host.
 pub(crate) fn with_fake_ssh(lab: &Lab) -> Command {
     let fake = lab.path("ssh");
     fs::write(&fake, "#!/bin/sh\n[ \"$1\" = -- ] && shift\nshift\nexec sh -c \"$*\"\n").unwrap();

@@ -110,8 +110,9 @@ fn handle_key(state: &Path) -> Result<[u8; 32], String> {
     }
 }
 
-/// Longest wait for the lock while the threads of a killed daemon end, and the interval of attempts.
+/// Longest wait for the lock of the state directory, which a killed daemon holds until its last thread has ended.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(2);
+/// Interval between attempts to lock the state directory.
 const LOCK_AGAIN_AFTER: Duration = Duration::from_millis(20);
 
 /// Locks the state directory for this daemon; `None` if another daemon has locked it.
@@ -249,7 +250,7 @@ impl NfsService {
                 state.display()
             )
         })?;
-        // The first start creates the key.
+        // The first start creates the key, so its file exists only after earlier runs.
         let had_clients = state.join(KEY_FILE).exists();
         let key = handle_key(state)?;
         let directories = args.share.iter().filter(|share| share.is_directory()).count();

@@ -43,7 +43,7 @@ pub(in crate::serve) struct Spec {
     policy: Policy,
 }
 
-/// State of shares that outlives the daemon.
+/// State of shares that survives restarts of the daemon.
 pub(super) struct ShareState<'a> {
     /// State directory of the daemon.
     pub(super) directory: &'a Path,
@@ -146,8 +146,8 @@ impl Spec {
         &self.name
     }
 
-    /// Opens the directory of the share, or creates its memory. Without `state` this is only a trial. `directories` is the number of
-    /// shares that are directories.
+    /// Opens the directory of the share, or creates its memory. Without `state`, only checks that it can be opened. `directories` is the
+    /// number of shares that are directories.
     pub(super) fn open(&self, state: Option<&ShareState<'_>>, directories: usize) -> Result<Share, String> {
         let files: Box<dyn FileSystem> = match &self.source {
             Source::Directory(path) => Box::new(self.open_directory(path, state, directories as u64)?),
@@ -182,7 +182,7 @@ impl Spec {
         self.directory().is_some()
     }
 
-    /// Its directory on this host; `None` for memory.
+    /// Directory of the share on this host; `None` for memory.
     pub(in crate::serve) fn directory(&self) -> Option<&Path> {
         match &self.source {
             Source::Directory(path) => Some(path),
@@ -190,7 +190,7 @@ impl Spec {
         }
     }
 
-    /// File system of its directory; `None` for memory, and if the directory cannot be opened.
+    /// File system of the share's directory; `None` for memory, and if the directory cannot be opened.
     pub(super) fn superblock(&self) -> Option<Superblock> {
         let Source::Directory(path) = &self.source else { return None };
         Superblock::of(std::fs::File::open(path).ok()?).ok()
