@@ -271,7 +271,7 @@ pub struct Progress {
     pub resumed: AtomicU64,
     /// No more will be found.
     pub total_known: AtomicBool,
-    /// Bytes of all files, resumed ones included, if that is known from somewhere else; 0 if not.
+    /// Estimate of the bytes of all files, including resumed ones; 0 if there is none. The session itself does not set it.
     pub estimate: AtomicU64,
 }
 
@@ -312,7 +312,7 @@ pub enum SessionError {
     },
 }
 
-/// Part of the message of a session after which the next attempt does not resume.
+/// Part of the error message of a session that the next attempt cannot resume.
 pub const NOT_KEPT: &str = "data that was not durable before is sent again";
 
 /// Why this end cannot go on.
@@ -330,7 +330,7 @@ pub enum LocalError {
     /// A sync failed: the journal of the attempt is void.
     #[error("{doing}: {source}; {NOT_KEPT}")]
     Unsynced {
-        /// The files or names that were synced.
+        /// The failed step, such as "making files durable".
         doing: &'static str,
         /// The cause.
         source: io::Error,

@@ -1,8 +1,8 @@
 //! Connections over plain TCP during their greeting.
 //!
-//! Each has a thread, and any peer can connect. A new connection evicts another when there are many: the oldest of the
-//! origin with the most, as for iWARP. So peers that do not complete their greeting keep no other out. In a burst of
-//! connections none is evicted at once, because most peers complete their greeting in a moment.
+//! Each has a thread, and any peer can connect. If there are many, a new connection evicts the oldest one of the origin with the
+//! most, as for iWARP, so peers that never complete their greeting cannot keep others out. During a burst, recent connections
+//! are spared at first, because most peers complete their greeting within milliseconds.
 
 use super::lock;
 use std::collections::HashMap;
@@ -11,9 +11,9 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 use thruway_tcp::{ByOrigin, Origin};
 
-/// The greetings in progress of a daemon.
+/// Connections of a daemon with a greeting in progress.
 pub(super) struct Greetings {
-    /// From this number on, one that is older than `grace` is evicted; from twice this number on, any.
+    /// From this number of connections on, a new one evicts one older than `grace`; from twice this number on, one of any age.
     max: usize,
     grace: Duration,
     state: Mutex<State>,
@@ -24,12 +24,12 @@ struct State {
     next: u64,
     streams: HashMap<u64, (Instant, Arc<TcpStream>)>,
     by_origin: ByOrigin<u64>,
-    /// Greetings that have not ended, evicted ones included.
+    /// Threads of greetings, including those of evicted connections that have not ended.
     threads: usize,
     closed: bool,
 }
 
-/// A greeting in progress; it ends on drop.
+/// A greeting in progress. Drop ends it.
 pub(super) struct Turn {
     greetings: Arc<Greetings>,
     origin: Origin,
@@ -42,8 +42,8 @@ impl Greetings {
         Arc::new(Greetings { max, grace, state: Mutex::default() })
     }
 
-    /// Begins a greeting, and may evict another. `None` after [`Greetings::close`], or while the threads of evicted ones
-    /// have not ended.
+    /// Begins a greeting, and may evict another connection. `None` after [`Greetings::close`], and while too many threads of
+    /// evicted connections have not ended.
     pub(super) fn begin(self: &Arc<Self>, origin: Origin, stream: TcpStream) -> Option<Turn> {
         let mut state = lock(&self.state);
         if state.closed || state.threads >= 3 * self.max {
@@ -55,7 +55,7 @@ impl Greetings {
             && (count >= 2 * self.max || state.streams[&number].0.elapsed() >= self.grace)
             && let Some(evicted) = state.remove(from, number)
         {
-            // Its thread reads the end of the connection.
+            // The thread of its greeting reads the end of the stream, and ends.
             let _ = evicted.shutdown(Shutdown::Both);
         }
         let (number, stream) = (state.next, Arc::new(stream));
@@ -67,7 +67,7 @@ impl Greetings {
         Some(Turn { greetings: Arc::clone(self), origin, number, stream: Some(stream) })
     }
 
-    /// Ends all greetings, and begins no more.
+    /// Ends all greetings. [`Greetings::begin`] fails from now on.
     pub(super) fn close(&self) {
         let mut state = lock(&self.state);
         state.closed = true;
@@ -89,7 +89,7 @@ impl Turn {
         self.stream.as_ref().expect("taken only at the end")
     }
 
-    /// Ends the greeting; its connection goes on. `None` if it was evicted.
+    /// Ends the greeting and returns its connection; `None` if it was evicted.
     pub(super) fn end(mut self) -> Option<TcpStream> {
         lock(&self.greetings.state).remove(self.origin, self.number)?;
         Arc::into_inner(self.stream.take()?)
@@ -110,7 +110,7 @@ mod tests {
     use std::io::Read;
     use std::net::TcpListener;
 
-    /// Two ends of a connection.
+    /// Both ends of a new connection.
     fn pair() -> (TcpStream, TcpStream) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let client = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
@@ -132,7 +132,7 @@ mod tests {
         };
         let other = begin(2).unwrap();
         let mut silent: Vec<Turn> = (0..6).map(|_| begin(1).unwrap()).collect();
-        // Those evicted have read the end; the rest, and another origin's, go on.
+        // The evicted connections have ended. The others, and the one of another origin, have not.
         let ended = |turn: &Turn| turn.stream().read(&mut [0]).is_ok_and(|n| n == 0);
         assert!(silent[..3].iter().all(ended));
         let new = begin(3).expect("a new origin");

@@ -49,9 +49,9 @@ pub struct Export {
 /// Name of the export that is always there: `zero` to read from, `null` to write to.
 pub const DEV_EXPORT: &str = "dev";
 
-/// Connections over plain TCP during their greeting. Fewer where descriptors are few.
+/// Most connections over plain TCP during their greeting, before new ones evict older ones. Less if the limit of open files is low.
 const GREETINGS_MAX: usize = 512;
-/// Age from which one of many such connections may be evicted.
+/// Age from which such a connection may be evicted.
 const GREETING_GRACE: Duration = Duration::from_millis(500);
 /// Peers that have not proved yet who they are, in all, from one origin, and waiting their turn. Fewer where descriptors
 /// are few.
@@ -322,10 +322,10 @@ impl Shared {
         }
     }
 
-    /// Reads a caller's greeting on a thread of its own.
+    /// Starts a thread that reads the greeting of a connection and admits it.
     fn follow_greeting(self: &Arc<Shared>, origin: Origin, stream: TcpStream, prefix: Vec<u8>) {
         let Some(turn) = self.greetings.begin(origin, stream) else {
-            return tracing::debug!(%origin, "refused: too many connections without a greeting");
+            return tracing::debug!(%origin, "refused: too many connections that have not sent a greeting");
         };
         let shared = Arc::clone(self);
         let thread = std::thread::Builder::new().name("greeting".into()).stack_size(128 << 10);
@@ -334,10 +334,10 @@ impl Shared {
                 Some(stream) => shared.admit(&hello, stream),
                 None => tracing::debug!(%origin, "evicted before its greeting was read"),
             },
-            Err(error) => tracing::debug!(%error, "no greeting"),
+            Err(error) => tracing::debug!(%error, "reading a greeting failed"),
         });
         if let Err(error) = spawned {
-            tracing::warn!(%error, "cannot read a greeting");
+            tracing::warn!(%error, "cannot start a thread for a greeting");
         }
     }
 
@@ -612,7 +612,7 @@ impl Session<'_> {
             Ok(pipeline) => pipeline,
             Err(error) => {
                 tracing::warn!(peer = %self.peer, %error, "session refused");
-                // A daemon of its own has no other sessions that could end.
+                // A daemon that serves one client only has no other sessions that could free memory, so a retry would not help.
                 let is_own = matches!(config.credentials, Credentials::Secret(_));
                 let code = if is_own { AbortCode::Failed } else { AbortCode::Busy };
                 return self.refuse(link, code, error.to_string());

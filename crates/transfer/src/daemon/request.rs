@@ -42,12 +42,12 @@ pub(super) struct Served {
     pub(super) read_only: bool,
     /// Paths are the peer's own affair: links lead anywhere, as for a user of this machine.
     pub(super) unconfined: bool,
-    /// It is the root directory of this machine: messages show its paths with the slash that they begin with.
+    /// The served directory is the root directory of this machine, so messages show its paths with a leading slash.
     pub(super) is_top: bool,
 }
 
 impl Served {
-    /// A path below it as messages show it.
+    /// Path below the served directory, for messages.
     fn shown(&self, path: &[u8]) -> String {
         format!("{}{}", if self.is_top { "/" } else { "" }, crate::escape(path))
     }
@@ -188,7 +188,7 @@ fn open_push(export: &Served, asked: &SessionRequest, job: [u8; 16], allowed: Al
             _ => (dir, None),
         },
         Err(Errno::NOENT) if asked.into_directory && asked.options.dry_run => {
-            return refuse(format!("{}: does not exist; a dry run does not make it", export.shown(&asked.path)));
+            return refuse(format!("{}: does not exist; a dry run does not create it", export.shown(&asked.path)));
         }
         Err(Errno::NOENT) if asked.into_directory => {
             let failed = |e: std::io::Error| (AbortCode::Refused, format!("{}: {e}", export.shown(&asked.path)));

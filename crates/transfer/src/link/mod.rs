@@ -78,7 +78,7 @@ impl LinkError {
     /// Whether trying again may help.
     pub fn is_transient(&self) -> bool {
         match self {
-            // A limit of this process: memory, open files.
+            // This process has reached a limit on memory or open files. Another attempt would reach it again.
             LinkError::Fabric(thruway_fabric::Error::Io { source, .. }) => {
                 !matches!(source.raw_os_error(), Some(libc::ENOMEM | libc::EMFILE | libc::ENFILE))
             }

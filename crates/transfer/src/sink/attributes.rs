@@ -24,11 +24,11 @@ pub enum Trust {
 /// Seconds in which no file system counts more coarsely (vfat: two).
 const TIME_STEP: u64 = 2;
 
-/// Set-user-ID and set-group-ID.
+/// Set-user-ID and set-group-ID bits of a mode.
 const SET_ID: u32 = 0o6000;
-/// File capabilities.
+/// Extended attribute with the file capabilities.
 const CAPABILITIES: &[u8] = b"security.capability";
-/// Why a daemon does not keep an attribute.
+/// Reason in reports of attributes that a daemon does not set for this key.
 const PRIVILEGED: &str = "this needs a key with the 'privileged' option";
 
 /// Shortcomings of the whole target, told once and not for every file.
@@ -46,7 +46,7 @@ pub(super) struct Told {
 pub(crate) struct Shortcomings {
     /// Sentences; what has been told for the whole target is not told again.
     pub(super) told: Vec<String>,
-    /// Sentences about what this user or key may never set here: trying again does not help.
+    /// Reports of attributes that this user or key has no right to set. A repeated attempt fails in the same way.
     pub(super) refused: Vec<String>,
     any: bool,
 }
@@ -219,7 +219,7 @@ impl Tree {
         let entry = match Unopened::look(dir, name) {
             Ok(entry) if entry.is(kind) => entry,
             Ok(_) => {
-                short.push("something else has its name by now; its attributes were left alone".into());
+                short.push("another entry has its name now; attributes were not set".into());
                 return short;
             }
             Err(e) => {
@@ -304,7 +304,7 @@ impl Tree {
         }
     }
 
-    /// True if the source may set an attribute. A peer may set those that give no rights.
+    /// True if the source may set an attribute. A peer without privileges may set only attributes that grant no rights.
     fn may_set(&self, name: &[u8]) -> bool {
         self.manner.trust == Trust::Operator || name.starts_with(b"user.") || name.starts_with(b"system.posix_acl_")
     }
@@ -332,8 +332,8 @@ impl Tree {
         }
     }
 
-    /// Reports an attribute that may not be set, unless the entry has it already. Security modules give every entry a
-    /// label: these are reported once.
+    /// Reports an attribute that may not be set, unless the entry already has the same value. Security modules label every
+    /// entry, so labels are reported only once.
     fn tell_refused(
         &self,
         short: &mut Shortcomings,

@@ -280,7 +280,7 @@ impl Files {
     fn remove(&self, deferred: &mut Deferred, lists: &HashMap<Vec<u8>, u32>) -> io::Result<()> {
         let filter = Filter::new(&self.params.options).map_err(io::Error::other)?;
         let spares = |path: &[u8]| !filter.takes(path);
-        // The part of the paths that patterns do not apply to.
+        // First part of the reported paths, which patterns do not apply to.
         let top: RefCell<Vec<u8>> = RefCell::default();
         let itemize = |path: &[u8]| {
             if self.params.options.itemize {

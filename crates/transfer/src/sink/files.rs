@@ -159,7 +159,7 @@ impl Files {
         self.events.send(SessionEvent::Report(report));
     }
 
-    /// A report that was admitted has been sent.
+    /// Subtracts an admitted report that has been sent from the waiting ones.
     pub(super) fn told(&self, report: &Report) {
         if report.kind == ReportKind::Item { self.items.told(report) } else { self.reports.told(report) }
     }

@@ -1,16 +1,16 @@
-//! Items of a copy: each entry that is changed, or in a dry run would be, with the reason.
+//! Items of a copy: one for each entry that is changed (in a dry run: would be changed), with the reason.
 
 use super::files::Files;
 use crate::wire::{Meta, Record, Report, ReportKind};
 use rustix::fs::{AtFlags, FileType, Stat};
 
-/// Reason of an entry that is not at the destination.
+/// Reason for an entry that does not exist at the destination.
 const NEW: &str = "new";
 const TYPE_DIFFERS: &str = "type differs";
 const ATTRIBUTES: &str = "attributes";
 
 impl Files {
-    /// Reports the entry of a record as an item, if the session wants items.
+    /// Reports the entry of a record as an item, if the options of the session ask for items.
     pub(super) fn itemize(&self, record: &Record) {
         if !self.params.options.itemize {
             return;
@@ -37,7 +37,7 @@ impl Files {
         }
     }
 
-    /// Reports an item. Of a peer that does not read them only their number is kept.
+    /// Reports an item. If too many wait for the peer to read them, it is only counted.
     pub(super) fn item(&self, path: &[u8], reason: &str) {
         let report = Report { path: path.to_vec(), kind: ReportKind::Item, message: reason.into() };
         if self.items.admit(&report) {
@@ -62,7 +62,7 @@ impl Files {
         })
     }
 
-    /// The reason for an entry other than a file; `None` if it stays as it is. `differs` compares entries of one type.
+    /// Reason for an entry other than a file; `None` if it is not changed. `differs` compares it with an entry of the same type.
     fn reason(
         &self,
         path: &[u8],

@@ -41,7 +41,7 @@ const WHOLE: u8 = 3;
 const PLACED: u8 = 4;
 /// A sync failed: nothing recorded of temporary files is to be believed.
 const VOID: u8 = 5;
-/// The job has ended with success. Only the last record of a journal means that: a later attempt appends a header.
+/// The job has succeeded. Valid only as the last record of a journal: a later attempt appends a header after it.
 const COMPLETE: u8 = 6;
 
 /// Names a file within a job.
@@ -341,8 +341,8 @@ impl Journal {
         self.state().kept = true;
     }
 
-    /// The job has ended with success, and its source is about to be told so. Should this process end before the
-    /// journal is removed, any later job in the directory may remove it.
+    /// Records that the job has succeeded, before the success is reported to the source. If this process ends before it removes
+    /// the journal, any later job in the directory may remove it.
     pub(crate) fn complete(&self) {
         self.append(&record(COMPLETE, &[0; 16], 0, 0, 0, &[0; DIGEST_LEN]));
     }
@@ -569,7 +569,7 @@ impl Earlier {
     }
 }
 
-/// True if a journal ends with the record of its job's success; `None` if the file is not a journal.
+/// True if a journal ends with a [`COMPLETE`] record; `None` if the file is not a journal.
 pub(crate) fn is_complete(file: &File) -> Option<bool> {
     let len = file.metadata().ok()?.len();
     if len == 0 {

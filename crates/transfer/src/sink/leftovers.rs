@@ -1,9 +1,9 @@
 //! Leftovers of interrupted copies: journals and temporary files that no running job holds.
 //!
-//! A running job holds a lock on its journal, which is in the root directory of the job. The name of a temporary file is
-//! a digest of the job and of the file's path below that directory, so a journal proves which temporary files are its
-//! job's. Without such a proof a temporary file counts as a leftover after a day, and only where no job is running in
-//! its directory or above.
+//! A running job holds a lock on its journal, which is in the root directory of the job. The name of a temporary file
+//! contains a digest of the job and of the file's path below that directory, so a journal identifies the temporary files
+//! of its job. A temporary file without a journal counts as a leftover when it is a day old, and only if no job is
+//! running in its directory or above.
 
 use super::journal::{self, key_of};
 use super::tree::{JOURNAL_PREFIX, JOURNAL_SUFFIX, OWN_AGE_MAX_S, temp_name, temporary_of};
@@ -20,11 +20,11 @@ use thruway_fs::beneath::{self, Links, join, split};
 use thruway_fs::listing;
 use thruway_fs::walk::{Visit, Walk};
 
-/// Names of a destination that are searched for leftovers when a copy begins.
+/// Most names in the destination that are examined for leftovers when a copy begins.
 const SURVEY_MAX: usize = 10_000;
-/// Journals of other jobs that are examined when a copy begins.
+/// Most journals of other jobs that are examined when a copy begins.
 const JOURNALS_MAX: usize = 16;
-/// Leftovers that are named when a copy begins.
+/// Most leftovers in the report of [`survey`]; it counts the others.
 const NAMED_MAX: usize = 4;
 
 /// A journal or a temporary file of a copy.
@@ -36,31 +36,31 @@ pub struct Leftover {
     pub bytes: u64,
     /// Time of the last change, seconds since 1970.
     pub modified: i64,
-    /// Its state.
+    /// State at the time of the search.
     pub state: State,
     identity: (u64, u64),
 }
 
-/// The state of a journal or a temporary file.
+/// State of a journal or a temporary file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum State {
-    /// Its job is not running: the command that made it may resume, or it may be removed.
+    /// Leftover of an interrupted job. The same command can resume the job; the leftover can be removed.
     Unfinished,
-    /// A journal of a job that has ended with success.
+    /// Journal of a job that has succeeded.
     Complete,
-    /// A running job holds it, or may hold it.
+    /// Used by a running job, or possibly used by one.
     InUse,
     /// A temporary file without a journal, younger than a day.
     Recent,
 }
 
 impl State {
-    /// True if its removal harms no running job.
+    /// True if the entry can be removed without harm to a running job.
     pub fn is_removable(self) -> bool {
         matches!(self, State::Unfinished | State::Complete)
     }
 
-    /// The word for it in listings.
+    /// Name of the state in listings.
     pub fn word(self) -> &'static str {
         match self {
             State::Unfinished => "unfinished",
@@ -78,18 +78,18 @@ impl Leftover {
     }
 }
 
-/// A journal, and the directory that its job writes to.
+/// A journal that was found.
 struct Found {
     job: [u8; 16],
     state: State,
-    /// Holds the lock.
+    /// Holds the lock of the journal; `None` if a running job holds it.
     _file: Option<File>,
 }
 
-/// Leftovers below a directory. Until it is dropped, no job begins that would use one of their journals.
+/// Leftovers below a directory. Locks their journals until it is dropped, so that no job begins to use one.
 pub struct Search {
     root: Arc<OwnedFd>,
-    /// Journals and temporary files, by path.
+    /// Journals and temporary files, sorted by path.
     pub found: Vec<Leftover>,
     /// Directories that could not be searched.
     pub failures: Vec<(Vec<u8>, io::Error)>,
@@ -97,7 +97,7 @@ pub struct Search {
 }
 
 impl Search {
-    /// Searches a directory with all beneath it.
+    /// Searches a directory and all directories below it.
     ///
     /// # Errors
     /// If the directory itself cannot be opened.
@@ -106,7 +106,7 @@ impl Search {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let root = Arc::new(rustix::fs::open(&real, flags, Mode::empty())?);
         let mut journals: HashMap<PathBuf, Vec<Found>> = HashMap::new();
-        // Jobs with a root further up.
+        // A job with a root directory further up may have temporary files here.
         for above in real.ancestors().skip(1) {
             let Ok(above_fd) = rustix::fs::open(above, flags, Mode::empty()) else { continue };
             let names = listing::names(&above_fd).into_iter().flatten().flatten();
@@ -162,20 +162,21 @@ impl Search {
     /// Removes a leftover.
     ///
     /// # Errors
-    /// If it cannot be removed, or something else has its name by now.
+    /// If it cannot be removed, or another entry has its name now.
     pub fn remove(&self, leftover: &Leftover) -> io::Result<()> {
         let (parent, name) = split(&leftover.path);
         let dir = beneath::open(&self.root, parent, OFlags::PATH | OFlags::DIRECTORY, Links::Never)?;
         let name = CString::new(name)?;
         let stat = rustix::fs::statat(&dir, &name, AtFlags::SYMLINK_NOFOLLOW)?;
         if (stat.st_dev, stat.st_ino) != leftover.identity {
-            return Err(io::Error::other("something else has its name by now"));
+            return Err(io::Error::other("another entry has its name now"));
         }
         Ok(rustix::fs::unlinkat(&dir, &name, AtFlags::empty())?)
     }
 }
 
-/// Removes journals of jobs that have ended with success from the root directory of a new job, and returns a sentence about leftovers of other jobs than `own`. Best effort: a copy does not fail for it.
+/// Removes the journals of succeeded jobs from the root directory of a new job. Returns a report of leftovers of jobs other than
+/// `own`. Best effort: ignores errors, and examines a limited number of names.
 pub(super) fn survey(root: &OwnedFd, own: &[u8; 16]) -> Option<String> {
     let (mut journals, mut temporaries, mut found) = (Vec::new(), Vec::new(), Vec::new());
     for name in listing::names(root).ok()?.take(SURVEY_MAX).flatten() {
@@ -183,7 +184,7 @@ pub(super) fn survey(root: &OwnedFd, own: &[u8; 16]) -> Option<String> {
             let stat = rustix::fs::statat(root, &name, AtFlags::SYMLINK_NOFOLLOW);
             temporaries.extend(stat.ok().map(|stat| (name, stat)));
         } else if journals.len() >= JOURNALS_MAX {
-            // Of thousands of jobs in one directory each would examine the files of all others.
+            // With thousands of jobs in one directory, each job would examine the files of all others.
             break;
         } else if job_of(name.to_bytes()).is_some_and(|job| job != *own)
             && let Some((journal, stat)) = open_journal(root, &name)
@@ -220,7 +221,7 @@ pub(super) fn survey(root: &OwnedFd, own: &[u8; 16]) -> Option<String> {
     ))
 }
 
-/// The state of a temporary file; `None` if it is not one of ours, or one of the job `own`.
+/// State of a temporary file; `None` if it is not a temporary file of a copy, or if it belongs to the job `own`.
 fn judge(
     dir: &Path,
     name: &[u8],
@@ -261,24 +262,24 @@ fn judge(
     })
 }
 
-/// Root removes leftovers of daemons that have become another user.
+/// True if the file belongs to the user of this process, or the process runs as root: daemons may have become another user.
 fn may_be_ours(stat: &Stat) -> bool {
     let user = rustix::process::geteuid();
     user.is_root() || stat.st_uid == user.as_raw()
 }
 
-/// The job of a journal's name.
+/// Job in the name of a journal; `None` for other names.
 fn job_of(name: &[u8]) -> Option<[u8; 16]> {
     let digits = name.strip_prefix(JOURNAL_PREFIX)?.strip_suffix(JOURNAL_SUFFIX)?;
     let digits = std::str::from_utf8(digits).ok().filter(|d| d.len() == 32 && d.bytes().all(|b| b.is_ascii_hexdigit()));
     Some(u128::from_str_radix(digits?, 16).ok()?.to_be_bytes())
 }
 
-/// Opens and tries to lock a journal; `None` if the name, the file or its content is not a journal's.
+/// Opens a journal and tries to lock it; `None` if the name, the file type or the content is not that of a journal.
 fn open_journal(dir: impl AsFd, name: &CStr) -> Option<(Found, Stat)> {
     let job = job_of(name.to_bytes())?;
     let flags = OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
-    // Over NFS an exclusive lock needs a file that is open for writing.
+    // On NFS, an exclusive lock requires a file that is open for writing.
     let open = |access| rustix::fs::openat(&dir, name, flags | access, Mode::empty());
     let file = File::from(open(OFlags::RDWR).or_else(|_| open(OFlags::RDONLY)).ok()?);
     let stat = rustix::fs::fstat(&file).ok()?;
@@ -349,14 +350,14 @@ mod tests {
         ];
         expected.sort_by(|a, b| a.0.cmp(&b.0));
         assert_eq!(states(&root), expected);
-        // From a directory below the root of the jobs the same is known.
+        // A search of a directory below the root of the jobs finds the same states.
         let mut below = vec![
             (of_running.file_name().unwrap().to_string_lossy().into_owned(), State::InUse),
             (of_interrupted.file_name().unwrap().to_string_lossy().into_owned(), State::Unfinished),
         ];
         below.sort_by(|a, b| a.0.cmp(&b.0));
         assert_eq!(states(&root.join("sub")), below);
-        // Where no job runs, one without a journal is a leftover after a day.
+        // Without a running job, a temporary file without a journal is a leftover when it is a day old.
         drop(held);
         let state = || states(&root).into_iter().find(|(path, _)| *path == name(&unknown)).unwrap().1;
         assert_eq!(state(), State::Recent);
@@ -379,7 +380,7 @@ mod tests {
         fs::write(&temp, "another").unwrap();
         let leftover = search.found.iter().find(|l| l.path.starts_with(b".f")).unwrap();
         assert!(search.remove(leftover).is_err() && temp.exists());
-        // A journal's name does not make a journal.
+        // A file with the name, but not the content of a journal is ignored.
         let name = name_of(&[9; 16]).into_string().unwrap();
         fs::write(root.path().join(&name), "not a journal, but as long as a record of one would have to be.").unwrap();
         assert!(states(root.path()).iter().all(|(path, _)| *path != name));
@@ -402,7 +403,7 @@ mod tests {
         let temp = temporary(root.path(), root.path(), "f", &[2; 16]);
         let said = survey(&fd, &own).unwrap();
         assert!(said.contains(&*temp.file_name().unwrap().to_string_lossy()) && said.contains(".journal"), "{said}");
-        // Continued, it is not complete any more.
+        // After a later attempt at the job, the journal is no longer complete.
         let continued = journal(root.path(), &[2; 16]);
         continued.complete();
         drop(continued);

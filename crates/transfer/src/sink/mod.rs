@@ -53,8 +53,9 @@ use tree::{Manner, Tree};
 /// After this many bytes what is written so far is synced in the background, so that a power cut
 /// costs a bounded amount of work.
 const SYNC_EVERY: u64 = 4 << 30;
-/// Bytes of reports, and of items, that wait to be sent to the peer.
+/// Most bytes of reports that wait to be sent to the peer.
 const REPORTS_WAITING_MAX: usize = 8 << 20;
+/// Most bytes of items that wait to be sent to the peer.
 const ITEMS_WAITING_MAX: usize = 64 << 20;
 /// Reports go to a peer while fewer messages than this wait for it, so that other messages get through.
 const REPORTS_AHEAD: usize = 16;
@@ -115,7 +116,7 @@ pub struct Target {
     pub replace: bool,
     /// Links in the root directory are resolved beneath it only.
     pub confined: bool,
-    /// The source may know names in the root directory: leftovers of other jobs there are reported.
+    /// The source has the right to see names in the root directory, so leftovers of other jobs are reported to it.
     pub listed: bool,
 }
 
@@ -124,21 +125,21 @@ pub struct Prepared {
     target: Target,
     journal: Option<Arc<Journal>>,
     earlier: Earlier,
-    /// A sentence about leftovers of other jobs.
+    /// Report of leftovers of other jobs; see [`leftovers::survey`].
     leftovers: Option<String>,
 }
 
 impl Prepared {
-    /// Reads what an earlier attempt at the same job left.
+    /// Reads the journal of an earlier attempt at the same job.
     ///
     /// # Errors
-    /// [`SessionError::Local`] if the journal is there but cannot be read, or if the only entry to be made is a device,
-    /// or a link to one, now.
+    /// [`SessionError::Local`] if the journal cannot be read. Also if the destination of a single entry is a link to a device, pipe
+    /// or socket, or a file in use as a disk.
     pub fn new(target: Target, options: &TreeOptions) -> Result<Prepared, SessionError> {
         if let (Some(root), Some([name])) = (&target.root, target.names.as_deref())
             && !name.is_empty()
         {
-            // Before any data is sent.
+            // Checked here, before any data is sent.
             let checked = std::ffi::CString::new(&**name).map_err(std::io::Error::from);
             checked
                 .and_then(|name| {
@@ -446,7 +447,7 @@ impl Sink<'_> {
             }
             Heard::Report(report) => {
                 match report.kind {
-                    // Items are the sink's to report.
+                    // Only a sink reports items.
                     ReportKind::Item => return Ok(()),
                     ReportKind::LeftOut => {}
                     ReportKind::Incomplete => self.failed += 1,
@@ -645,7 +646,7 @@ impl Sink<'_> {
         let mut rest = Vec::new();
         if let Some(count) = self.files.reports.rest() {
             self.failed += count;
-            let message = format!("and {count} more entries that could not all be copied, too many to name");
+            let message = format!("and {count} more entries with errors, too many to list");
             rest.push(report(ReportKind::NotCopied, message));
         }
         if let Some(count) = self.files.items.rest() {
@@ -654,7 +655,7 @@ impl Sink<'_> {
         if self.failed > self.unsupported && self.files.journal.is_some() {
             let name = journal::name_of(&self.files.job);
             let message = format!(
-                "the same command tries again where errors may pass; until it succeeds, {} stays in the destination",
+                "the same command retries entries with temporary errors; until it succeeds, the journal {} stays in the destination",
                 name.to_string_lossy()
             );
             rest.push(Report { path: Vec::new(), ..report(ReportKind::LeftOut, message) });

@@ -6,17 +6,17 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 /// Bytes that a report takes beside its words.
 const REPORT: usize = 128;
 
-/// Counts the reports that wait to be sent: a peer that reads none could have any number made.
+/// Limits the reports that wait to be sent to a peer, which may read them slowly or never.
 pub(super) struct Reports {
-    /// Bytes of them.
+    /// Most bytes of waiting reports.
     max: usize,
     waiting: AtomicUsize,
-    /// Of these only the number is known.
+    /// Number of reports beyond the limit, which are only counted.
     nameless: AtomicU64,
 }
 
 impl Reports {
-    /// Reports of up to this number of bytes.
+    /// Limits the waiting reports to this number of bytes.
     pub(super) fn new(max: usize) -> Reports {
         Reports { max, waiting: AtomicUsize::new(0), nameless: AtomicU64::new(0) }
     }
@@ -36,7 +36,7 @@ impl Reports {
         self.waiting.fetch_sub(weight(report), Ordering::Relaxed);
     }
 
-    /// The number of reports that were not admitted since the last call.
+    /// Number of reports that were not admitted since the last call; `None` instead of 0.
     pub(super) fn rest(&self) -> Option<u64> {
         Some(self.nameless.swap(0, Ordering::Relaxed)).filter(|count| *count > 0)
     }

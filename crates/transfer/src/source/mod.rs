@@ -25,7 +25,7 @@ use std::time::{Duration, Instant};
 use thruway_engine::Block;
 use thruway_engine::rate_limit::RateLimit;
 
-/// Longest wait for the sink to end a session that has succeeded.
+/// Longest wait for the sink to end a successful session.
 const END_TIMEOUT: Duration = Duration::from_secs(10);
 /// Longest wait at once for the rate limit.
 const RATE_PAUSE_MAX: Duration = Duration::from_secs(1);
@@ -132,8 +132,8 @@ pub fn run(
     result
 }
 
-/// Waits for the sink to end the session, which it does after it has removed its journal. Not for long paths, where that
-/// costs a round trip: there a sink that dies at this moment leaves a journal that is marked as complete.
+/// Waits for the sink to end the session, after it has removed its journal. Not used on long paths, because it costs a round
+/// trip: if the sink is killed at this moment, a journal marked as complete remains.
 fn await_end(link: &mut Link) {
     let deadline = Instant::now() + END_TIMEOUT;
     while let Some(left) = deadline.checked_duration_since(Instant::now()) {

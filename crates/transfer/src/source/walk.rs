@@ -46,7 +46,7 @@ pub struct Root {
     pub beneath: Option<Arc<OwnedFd>>,
     /// `path` must not lead out of that directory.
     pub confined: bool,
-    /// That directory is the root directory of this machine.
+    /// The directory `beneath` is the root directory of this machine.
     pub is_top: bool,
     /// Path of the thing to copy.
     pub path: PathBuf,
@@ -408,8 +408,8 @@ impl Walker {
         Ok(complete)
     }
 
-    /// Why a source must not be copied to a destination on this machine: it is the destination, or is inside it, where
-    /// `--delete` would remove it.
+    /// Reason to refuse a copy to a destination on this machine: the source is the destination, or `--delete` would remove
+    /// it there. `None` if the copy is safe.
     fn overlap(&self, source: &OwnedFd, stat: &Stat, name: &[u8]) -> Option<&'static str> {
         let destination = self.destination.as_ref()?;
         let is_destination = |stat: &Stat| (stat.st_dev, stat.st_ino) == (destination.device, destination.inode);
@@ -421,7 +421,7 @@ impl Walker {
                 return Some(same);
             }
         } else {
-            // The directory of the file itself, where the source is a link to it.
+            // The source may be a link: this finds the directory of its target.
             let path = rustix::fs::readlink(format!("/proc/self/fd/{}", source.as_raw_fd()), Vec::new()).ok()?;
             let (parent, _) = beneath::split(path.to_bytes());
             let parent = if parent.is_empty() { &b"/"[..] } else { parent };
@@ -436,7 +436,7 @@ impl Walker {
             let dir = here.as_ref()?;
             let stat = rustix::fs::fstat(dir).ok()?;
             if is_destination(&stat) {
-                // The only entry of it that is written to.
+                // The copy writes only to this entry of the destination.
                 let entry = rustix::fs::statat(dir, &name, AtFlags::SYMLINK_NOFOLLOW);
                 let is_written = name.is_empty()
                     || entry.is_ok_and(|entry| (entry.st_dev, entry.st_ino) == (below.st_dev, below.st_ino));

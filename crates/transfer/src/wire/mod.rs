@@ -163,7 +163,7 @@ pub struct TreeOptions {
     pub direct: Direct,
     /// Bytes to take from endless sources such as `/dev/zero`.
     pub length: Option<u64>,
-    /// Report each entry that is changed.
+    /// Report each changed entry ([`ReportKind::Item`]).
     pub itemize: bool,
 }
 
@@ -294,11 +294,11 @@ pub enum ReportKind {
     Incomplete,
     /// A directory could not be listed to its end, or an entry looked at: what it holds is not known.
     NotListed,
-    /// It, or an attribute of it, was not copied, and a repeated attempt will not copy it either.
+    /// The entry or one of its attributes was not copied, and a repeated attempt will not copy it either.
     Unsupported,
     /// It was left out on purpose, as no part of the data: nothing has failed.
     LeftOut,
-    /// It is changed, or in a dry run would be; the message is the reason. Nothing has failed.
+    /// The entry is changed, or in a dry run would be changed. The message is the reason. Not an error.
     Item,
 }
 

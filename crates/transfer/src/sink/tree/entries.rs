@@ -18,9 +18,9 @@ use thruway_fs::{Identity, disk_lock};
 /// Entries of a session that are known as its own; of later ones it is not noticed that two names are one here.
 const OURS_MAX: usize = 8 << 20;
 
-/// Refuses a destination that is a symbolic link to a device, a pipe or a socket, or to a file that a process has
-/// open (`/dev/stdout`): replacing the link would write nothing to what it stands for. `confined`: a link is resolved
-/// beneath `dir` only, and one that leads out of it counts as dangling.
+/// Refuses a destination that is a symbolic link to a device, pipe or socket, or to an open file of a process
+/// (`/dev/stdout`): a copy replaces the link and would write nothing to its target. With `confined`, links are resolved
+/// beneath `dir` only, and a link that leads out of it counts as dangling.
 ///
 /// # Errors
 /// [`io::ErrorKind::AlreadyExists`] with the reason.
@@ -44,7 +44,7 @@ pub(crate) fn check_destination(dir: impl AsFd, name: &CStr, confined: bool) -> 
             }
         }
     };
-    // A dangling link is replaced as one to a file is.
+    // A dangling link is replaced, like a link to a file.
     let Ok(stat) = resolved.and_then(rustix::fs::fstat) else { return Ok(()) };
     match FileType::from_raw_mode(stat.st_mode) {
         FileType::BlockDevice | FileType::CharacterDevice => refuse("a device"),
@@ -54,13 +54,15 @@ pub(crate) fn check_destination(dir: impl AsFd, name: &CStr, confined: bool) -> 
     }
 }
 
+/// Refuses to replace or remove a file that a program uses as a disk.
+///
 /// # Errors
-/// [`io::ErrorKind::ResourceBusy`] if the entry is a file that a program uses as a disk.
+/// [`io::ErrorKind::ResourceBusy`] if the entry is such a file.
 pub(crate) fn check_disk(dir: impl AsFd, name: &CStr) -> io::Result<()> {
     if !disk_lock::is_disk(dir, name) {
         return Ok(());
     }
-    let why = "the file is in use as a disk, of a daemon or a virtual machine; not replacing or removing it";
+    let why = "the file is in use as a disk by a daemon or a virtual machine; it is neither replaced nor removed";
     Err(io::Error::new(io::ErrorKind::ResourceBusy, why))
 }
 
@@ -69,8 +71,8 @@ fn is_link(stat: &Stat) -> bool {
 }
 
 impl Tree {
-    /// Applies [`check_destination`] to a link in the root directory: below it links are part of the tree that is
-    /// replaced.
+    /// Applies [`check_destination`] to a link in the root directory. Links in the directories below it are entries of the
+    /// tree, and are replaced.
     fn check_link(&self, place: &Place) -> io::Result<()> {
         if !Arc::ptr_eq(&place.dir, &self.root) {
             return Ok(());
@@ -149,7 +151,7 @@ impl Tree {
         }
     }
 
-    /// Refuses to replace or remove a file that is in use as a disk.
+    /// Applies [`check_disk`] to an entry of the tree.
     fn check_disk(place: &Place) -> io::Result<()> {
         check_disk(&place.dir, &place.name)
     }

@@ -20,8 +20,7 @@ pub(crate) fn is_own_name(name: &[u8]) -> bool {
     temporary_of(name).is_some() || job.is_some_and(|job| job.len() == TAG_LEN && job.iter().all(u8::is_ascii_hexdigit))
 }
 
-/// The name, or the beginning of a long one, of the file that a temporary name stands for; `None` if it is not a
-/// temporary name.
+/// Final name of the file with this temporary name; only the beginning of a long one. `None` for names that are not temporary.
 pub(crate) fn temporary_of(name: &[u8]) -> Option<&[u8]> {
     let (rest, tag) = name.split_at_checked(name.len().checked_sub(TAG_LEN)?)?;
     let rest = rest.strip_suffix(TEMP_MARK)?.strip_prefix(b".")?;
