@@ -1,7 +1,7 @@
 //! Locks that mark a file as a disk in use: those of Thruway's block service and of qemu.
 //!
-//! The protocol is qemu's (block/file-posix.c): a locked byte from [`USED`] on is a permission that its holder uses, one
-//! from [`UNSHARED`] on a permission that it does not share.
+//! The protocol is qemu's (block/file-posix.c). Each permission has a byte from [`USED`] on, locked by programs that use the
+//! permission, and a byte from [`UNSHARED`] on, locked by programs that deny it to others.
 
 #![allow(unsafe_code, reason = "rustix locks whole files only")]
 
@@ -9,16 +9,16 @@ use rustix::fs::{AtFlags, FileType, Mode, OFlags};
 use std::ffi::CStr;
 use std::os::fd::{AsFd, AsRawFd};
 
-/// First byte of the permissions that a holder uses.
+/// Offset of the lock bytes of permissions that the holder uses.
 pub const USED: i64 = 100;
-/// First byte of the permissions that a holder does not share.
+/// Offset of the lock bytes of permissions that the holder denies to others.
 pub const UNSHARED: i64 = 200;
-/// Behind the last byte of the protocol.
+/// End of the lock bytes.
 const END: i64 = 300;
-/// The shortest disk, in bytes.
+/// Length of the shortest disk, in bytes.
 const DISK_MIN: i64 = 512;
 
-/// The locks of a byte range, for `fcntl(2)`.
+/// Lock of a byte range, for `fcntl(2)`. `kind` is `F_RDLCK`, `F_WRLCK` or `F_UNLCK`.
 pub fn range(kind: libc::c_int, start: i64, len: i64) -> libc::flock {
     // SAFETY: an all-zero structure is a valid one.
     let mut lock: libc::flock = unsafe { std::mem::zeroed() };
@@ -31,7 +31,7 @@ pub fn range(kind: libc::c_int, start: i64, len: i64) -> libc::flock {
 /// # Errors
 /// As `fcntl(2)` with `F_OFD_GETLK`.
 pub fn conflicts(file: impl AsFd, mut lock: libc::flock) -> std::io::Result<bool> {
-    // SAFETY: the structure outlives the call, which writes the holder of such a lock to it.
+    // SAFETY: the structure outlives the call, which writes a conflicting lock to it.
     match unsafe { libc::fcntl(file.as_fd().as_raw_fd(), libc::F_OFD_GETLK, &raw mut lock) } {
         0 => Ok(libc::c_int::from(lock.l_type) != libc::F_UNLCK),
         _ => Err(std::io::Error::last_os_error()),
@@ -41,7 +41,7 @@ pub fn conflicts(file: impl AsFd, mut lock: libc::flock) -> std::io::Result<bool
 /// True if an entry of a directory is a file that a program uses as a disk. False if that cannot be determined.
 pub fn is_disk(dir: impl AsFd, name: &CStr) -> bool {
     let Ok(stat) = rustix::fs::statat(&dir, name, AtFlags::SYMLINK_NOFOLLOW) else { return false };
-    // Only files are opened: opening a device may have effects.
+    // Only regular files are opened: opening a device may have side effects.
     if !FileType::from_raw_mode(stat.st_mode).is_file() || stat.st_size < DISK_MIN {
         return false;
     }

@@ -91,10 +91,10 @@ impl Handle {
         Ok(unsafe { OwnedFd::from_raw_fd(fd) })
     }
 
-    /// Number of the file's subvolume; `None` on file systems without subvolumes. Inode numbers are unique within one.
+    /// Number of the file's subvolume; `None` on file systems without subvolumes. Inode numbers are unique within a subvolume.
     pub fn subvolume(&self) -> Option<u64> {
-        // Kinds of `enum fid_type`. Btrfs: `struct btrfs_fid` has two 64-bit numbers, inode and subvolume. bcachefs:
-        // `struct bcachefs_fid` has a 64-bit inode number and a 32-bit subvolume.
+        // The numbers are values of the kernel's `enum fid_type`. `struct btrfs_fid` of Btrfs has two 64-bit numbers, inode and
+        // subvolume. `struct bcachefs_fid` of bcachefs has a 64-bit inode number and a 32-bit subvolume.
         match self.kind {
             _ if self.is_of_btrfs() => Some(u64::from_ne_bytes(*self.bytes.get(8..)?.first_chunk()?)),
             0xb1 | 0xb2 => Some(u32::from_ne_bytes(*self.bytes.get(8..)?.first_chunk()?).into()),

@@ -1,7 +1,8 @@
 //! Names of the entries of a directory.
 //!
-//! Neither `readdir(3)` nor `rustix::fs::Dir` can be used where an incomplete list does harm: both take `ENOENT` of
-//! `getdents64(2)` for the end of the directory. File systems return it for a directory that was removed or lost.
+//! `readdir(3)` and `rustix::fs::Dir` take the error `ENOENT` of `getdents64(2)` for the end of the directory. File systems
+//! return that error for a directory that was removed or lost. This module reports it, because an incomplete list can lead to
+//! the removal of files.
 
 use rustix::fs::{Mode, OFlags, RawDir};
 use rustix::io::{Errno, Result};
@@ -9,10 +10,10 @@ use std::collections::VecDeque;
 use std::ffi::CString;
 use std::os::fd::{AsFd, OwnedFd};
 
-/// Bytes of entries that are read at once, as by `readdir(3)`.
+/// Bytes of entries read by one system call, as by `readdir(3)`.
 const BUFFER_LEN: usize = 32 << 10;
 
-/// An iterator over the names in a directory, without `.` and `..`. After an error it ends, and the list is incomplete.
+/// Iterator over the names in a directory, without `.` and `..`. It ends after an error; the list is then incomplete.
 pub struct Names {
     dir: OwnedFd,
     buffer: Vec<u8>,
@@ -20,10 +21,10 @@ pub struct Names {
     ended: bool,
 }
 
-/// Lists an open directory from its beginning, whatever its descriptor has been used for.
+/// Lists an open directory from its beginning, independent of the position of its descriptor.
 ///
 /// # Errors
-/// If it cannot be opened again for reading.
+/// If the directory cannot be opened again for reading.
 pub fn names(dir: impl AsFd) -> Result<Names> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let dir = rustix::fs::openat(dir, c".", flags, Mode::empty())?;

@@ -1,8 +1,8 @@
 //! Removes an entry with all beneath it.
 //!
 //! Iterative, with one descriptor whatever the depth: up again goes by `..`, checked against where the way down began.
-//! Never follows a link and never leaves the file system. Spares files in use as disks, and the entries that its caller
-//! names.
+//! Never follows a link and never leaves the file system. Keeps files in use as disks, and the entries that
+//! [`Remover::spares`] selects.
 
 use crate::{disk_lock, listing};
 use rustix::fs::{AtFlags, Mode, OFlags, Stat};
@@ -33,7 +33,7 @@ pub struct Remover<'a> {
     pub dry_run: bool,
     /// Set to stop.
     pub is_over: &'a AtomicBool,
-    /// Called with the path of each entry that is removed, or, in a dry run, would be.
+    /// Called with the path of each removed entry; in a dry run, of each entry that would be removed.
     pub on_removed: &'a dyn Fn(&[u8]),
 }
 

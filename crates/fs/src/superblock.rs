@@ -13,8 +13,8 @@ use std::os::unix::fs::MetadataExt;
 /// A mounted file system.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Superblock {
-    /// Number that is unique among the file systems mounted on this host. After a restart it may differ, and another file system may
-    /// have it. The subvolumes of one file system have the same number.
+    /// Number that is unique among the file systems mounted on this host. It may differ after a restart of the host or another mount:
+    /// then another file system may have the old number. The subvolumes of one file system have the same number.
     pub device: u64,
     /// UUID stored in the file system; a copy of the file system has the same one. If it is absent or cannot be read: `f_fsid` of
     /// `statvfs(3)`. If that is 0: the device number and the boot ID of the host.
@@ -22,7 +22,7 @@ pub struct Superblock {
 }
 
 impl Superblock {
-    /// The file system of an open file or directory.
+    /// File system of an open file or directory.
     ///
     /// # Errors
     /// Those of `fstat(2)` and `fstatvfs(2)`.
@@ -42,15 +42,15 @@ impl Superblock {
             };
             return Ok(Superblock { device, uuid });
         };
-        // Each Btrfs subvolume has its own device number, and its own `f_fsid`: that of the file system XOR the subvolume's number
+        // Each Btrfs subvolume has its own device number. Its `f_fsid` is that of the file system XOR the subvolume's number
         // (`btrfs_statfs`).
         let whole = id ^ (subvolume >> 32) ^ (subvolume << 32);
-        // No device number has this bit set: the kernel's major numbers have 12 bits.
+        // Device numbers never have this bit, because the kernel's major numbers have 12 bits.
         Ok(Superblock { device: whole | 1 << 63, uuid: uuid.unwrap_or_else(|| whole.to_le_bytes().into()) })
     }
 }
 
-/// `struct fsuuid2`
+/// `struct fsuuid2` of the kernel.
 #[repr(C)]
 #[derive(Default)]
 struct FsUuid {
@@ -58,7 +58,7 @@ struct FsUuid {
     uuid: [u8; 16],
 }
 
-/// `FS_IOC_GETFSUUID`, from Linux 6.9 on.
+/// The ioctl `FS_IOC_GETFSUUID` of Linux 6.9 and later.
 struct GetFsUuid(FsUuid);
 
 // SAFETY: the opcode contains the size of `struct fsuuid2`; the kernel writes one such structure to the pointer, and nothing else.
@@ -75,7 +75,7 @@ unsafe impl Ioctl for GetFsUuid {
     }
 
     unsafe fn output_from_ptr(_: IoctlOutput, ptr: *mut c_void) -> rustix::io::Result<FsUuid> {
-        // SAFETY: `as_ptr` returned it, and the kernel has filled it.
+        // SAFETY: `ptr` is the pointer to `self.0` that `as_ptr` returned, and the kernel has filled that structure.
         Ok(unsafe { ptr.cast::<FsUuid>().read() })
     }
 }
@@ -88,12 +88,12 @@ fn uuid_by_ioctl(file: BorrowedFd<'_>) -> Option<Box<[u8]>> {
         open => Some(open.ok()?),
     };
     let file = open.as_ref().map_or(file, AsFd::as_fd);
-    // SAFETY: see the implementation of `Ioctl`.
+    // SAFETY: the implementation of `Ioctl` passes a structure of the size that the opcode contains.
     let found = unsafe { rustix::ioctl::ioctl(file, GetFsUuid(FsUuid::default())) }.ok()?;
     found.uuid.get(..found.len.into()).filter(|uuid| !uuid.is_empty()).map(Into::into)
 }
 
-/// UUID of the udev link to the device of a file system.
+/// UUID by the link in `/dev/disk/by-uuid` (made by udev) to the device of a file system.
 fn uuid_by_link(device: u64) -> Option<Box<[u8]>> {
     let links = std::fs::read_dir("/dev/disk/by-uuid").ok()?;
     let found =

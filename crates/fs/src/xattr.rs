@@ -87,7 +87,7 @@ pub fn write(fd: BorrowedFd<'_>, attribute: &[u8], value: &[u8]) -> io::Result<(
     Ok(rustix::fs::setxattr(path_of(fd, c""), &attribute, value, XattrFlags::empty())?)
 }
 
-/// True if an open entry has an attribute of this value.
+/// True if an open entry has an extended attribute with this value.
 pub fn has(fd: BorrowedFd<'_>, attribute: &[u8], value: &[u8]) -> bool {
     let Ok(attribute) = CString::new(attribute) else { return false };
     let mut present = vec![0; value.len() + 1];
