@@ -82,7 +82,7 @@ pub enum Source {
 }
 
 impl Source {
-    /// The files and devices that hold the data.
+    /// Paths of the files and devices that hold the data; none for memory.
     pub fn paths(&self) -> Vec<&Path> {
         match self {
             Source::Path(path) => vec![path],

@@ -1,4 +1,4 @@
-//! Peers that send faster than they are served, by each protocol of disks: the other clients of their reactor go on.
+//! Flooding peers by each protocol of disks: other clients of the same reactors must still be served.
 
 #[path = "../../thruway/tests/support/nbd.rs"]
 #[allow(dead_code)]
@@ -25,7 +25,7 @@ use thruway_engine::Reactors;
 
 const TARGET: &str = "iqn.2026-11.org.thruway:d";
 const REACTORS: usize = 2;
-/// Floods of one test: two for each reactor, so that no client finds a reactor without one.
+/// Flooding peers of one test: two for each reactor, so that every client shares its reactor with one.
 const FLOODS: usize = 2 * REACTORS;
 const CONNECTIONS: usize = 64;
 
@@ -126,7 +126,7 @@ fn floods_by_iser_do_not_keep_others_from_being_served() {
     let server = iscsi::iser::Server::start(config, &reactors).unwrap();
     let portal = server.addresses()[0].to_string();
     let log_in = |isid| iser::Initiator::log_in(&portal, TARGET, isid);
-    // Commands out of order are ignored. A peer that overruns the receives loses its connection, and makes another.
+    // Commands out of order are ignored. A peer that exhausts the posted receives loses its connection, and connects again.
     let mut command = [0; 48];
     (command[0], command[1], command[24]) = (0x01, 0x80, 0x7f);
     flood::serves_others_during(

@@ -474,10 +474,9 @@ fn member_len(device: &File) -> Option<u32> {
 /// How long what a daemon that was killed has in progress may take.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Locks a file that is served against other writers: other exports, other daemons, and qemu, by the protocol of
-/// [`disk_lock`].
+/// Locks a served file against other writers: other exports, other daemons, and qemu, by the protocol of [`disk_lock`].
 ///
-/// `alone`: no other export of this process has it open yet, and another holder may be about to close it.
+/// `alone`: no other export of this process has the file open yet, and another holder may be about to close it.
 fn lock_file(file: &File, read_only: bool, alone: bool) -> io::Result<()> {
     let start = std::time::Instant::now();
     loop {

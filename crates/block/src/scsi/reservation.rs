@@ -75,9 +75,9 @@ pub(super) struct Before {
 }
 
 const FIRST_LINE: &str = "thruway reservations 2";
-/// Of the format without a last line, which is still read.
+/// First line of format 1, which has no last line with a checksum. It is still read.
 const FIRST_LINE_OF_1: &str = "thruway reservations 1";
-/// Begins the last line, in front of the checksum of all lines before it.
+/// Prefix of the last line; the checksum of all lines before it follows.
 const END: &str = "end ";
 
 /// Text of kept reservations that cannot be understood.
@@ -90,8 +90,8 @@ pub enum KeptError {
     /// This line.
     #[error("invalid line '{0}'")]
     Line(String),
-    /// It is cut off or damaged.
-    #[error("its last line is not '{END}' and the checksum of the lines before it: the file is cut off or damaged")]
+    /// The file is truncated or damaged.
+    #[error("its last line is not '{END}' and the checksum of the lines before it: the file is truncated or damaged")]
     End,
 }
 
@@ -222,7 +222,7 @@ impl Reservations {
     }
 }
 
-/// The lines between the first and the last of kept reservations.
+/// Checks the first line and the checksum of kept reservations. Returns the lines between the first and the last one.
 fn checked(kept: &str) -> Result<&str, KeptError> {
     let (first, rest) = kept.split_once('\n').unwrap_or((kept, ""));
     match first {
@@ -238,7 +238,7 @@ fn checked(kept: &str) -> Result<&str, KeptError> {
     kept.get(first.len() + 1..end).ok_or(KeptError::End)
 }
 
-/// Hexadecimal digits of SHA-256.
+/// SHA-256 of a text, as hexadecimal digits.
 fn checksum(text: &str) -> String {
     HEXLOWER.encode(ring::digest::digest(&ring::digest::SHA256, text.as_bytes()).as_ref())
 }
@@ -635,7 +635,7 @@ mod tests {
             assert!(read(&String::from_utf8(changed).unwrap()).is_err(), "byte {at}");
         }
         assert!(read(&(kept.clone() + "x")).is_err() && read(&(kept.clone() + &kept)).is_err());
-        // As written by versions before.
+        // Format 1, as written by earlier versions.
         let old: String =
             kept.lines().skip(1).filter(|line| !line.starts_with(END)).map(|l| format!("{l}\n")).collect();
         assert_eq!(read(&format!("{FIRST_LINE_OF_1}\n{old}")), Ok((3, true)));

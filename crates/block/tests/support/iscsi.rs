@@ -4,7 +4,7 @@ use std::io::{self, Read, Write};
 use std::net::TcpStream;
 use std::os::fd::AsRawFd;
 
-/// A number that no other initiator of this process has.
+/// An initiator session ID (ISID) that is unique in this process.
 #[allow(dead_code)]
 pub(crate) fn next_isid() -> u8 {
     static NEXT: std::sync::atomic::AtomicU8 = std::sync::atomic::AtomicU8::new(1);
@@ -59,13 +59,13 @@ impl Initiator {
         Some(stream)
     }
 
-    /// The connection.
+    /// Returns the TCP connection of the session.
     #[allow(dead_code)]
     pub(crate) fn into_stream(self) -> TcpStream {
         self.stream
     }
 
-    /// TEST UNIT READY; its status.
+    /// Sends TEST UNIT READY, and returns its status.
     #[allow(dead_code)]
     pub(crate) fn test_unit_ready(&mut self) -> io::Result<u8> {
         self.send([0; 6].into(), &[])?;
