@@ -30,12 +30,12 @@ pub fn rate(bytes_per_second: f64) -> String {
     if unit == 0 { format!("{value:.0} {}", UNITS[unit]) } else { format!("{value:.2} {}", UNITS[unit]) }
 }
 
-/// `10 MiB/s`: binary, beside sizes.
+/// A rate with a binary unit, such as `10 MiB/s`, for display next to sizes.
 pub fn binary_rate(bytes_per_second: f64) -> String {
     format!("{}/s", size(bytes_per_second as u64))
 }
 
-/// `1 file`, `2 files`.
+/// A number with a noun, such as `1 file` or `2 files`.
 pub fn count(count: u64, what: &str) -> String {
     format!("{count} {what}{}", if count == 1 { "" } else { "s" })
 }
