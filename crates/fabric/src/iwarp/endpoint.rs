@@ -24,7 +24,7 @@ use thruway_rdma_types::{
 };
 use thruway_tcp::PathInfo;
 
-/// Bytes that one queue pair receives or sends by one call of the driver, before it serves other queue pairs and its caller goes on.
+/// Most bytes that one call of the driver receives or sends for one queue pair, so that others and the caller do not wait for long.
 const TURN: usize = 256 << 10;
 /// How long a failed connection waits for the peer to read our Terminate and close.
 const LINGER: Duration = Duration::from_secs(2);
