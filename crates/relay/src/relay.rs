@@ -65,7 +65,7 @@ const PING_INTERVAL: Duration = Duration::from_secs(10);
 /// Messages of a link at a time.
 const TURN: usize = 16;
 
-/// Most messages of one process, or new processes, that are handled before other work.
+/// Most messages of one process, and most new processes, that are handled before other work.
 const LOCAL_TURN: usize = 64;
 /// How long there is nothing to do before what is not urgent is said.
 const LAZY: Duration = Duration::from_micros(30);
@@ -323,7 +323,7 @@ impl State {
                 // It is looked at in any case.
                 DEVICE => {}
                 DOOR => {
-                    // The next poll reports the others.
+                    // The next poll reports the remaining new processes.
                     for _ in 0..LOCAL_TURN {
                         let Some(socket) = self.door.accept(&self.about) else { break };
                         let number = NUMBERS + u64::from(self.number());
