@@ -337,7 +337,7 @@ impl Test {
     }
 }
 
-/// Warns if other programs use the processors: a polling end then waits for its turn, not for the fabric.
+/// Warns if other programs keep the processors busy. A polling end then waits for a processor, which increases the measured latency.
 fn warn_of_load() {
     let text = std::fs::read_to_string("/proc/loadavg").unwrap_or_default();
     let load: f64 = text.split_whitespace().next().and_then(|word| word.parse().ok()).unwrap_or(0.0);
