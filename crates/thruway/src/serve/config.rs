@@ -662,11 +662,11 @@ const INTRODUCTION: &str = r#"# The configuration file
 `thruway serve --config FILE` reads a TOML file with a table for each service. Its keys are the options of
 `thruway serve`, by the same names and with the same values. Options on the command line are added to lists, and take
 the place of single values. The file is checked whole before anything is started, and every error is reported with its line
-number. `thruway serve --config FILE --check` does that, opens the directories, disks, keys and certificates in it, and starts
-nothing: a daemon may be serving them. It does not check that addresses are free. It reports each mistake with file and line, or that the configuration is valid.
+number. `thruway serve --config FILE --check` also opens the directories, disks, keys and certificates in it. It starts nothing, so a daemon may already
+serve them, and does not check whether addresses are free. It reports each mistake with file and line, or that the configuration is valid.
 
-`SIGHUP` reloads the authorized keys, the certificates and the rules of shares. The daemon prints a line for each of them, a line with file and line number for
-each other setting that has changed and needs a restart, each mistake, and `reload done` or `reload with mistakes`. A file with mistakes changes nothing.
+`SIGHUP` reloads the authorized keys, the certificates and the rules of shares. The daemon prints a line for each reloaded item and for each mistake. Other settings need a restart: if one has changed, the daemon prints a line with
+file and line number. The last line begins with `reload done` or `reload with mistakes`. A configuration file with mistakes changes nothing.
 
 ```toml
 provider = "iwarp"
