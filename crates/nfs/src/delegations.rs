@@ -35,11 +35,11 @@ pub(crate) trait Holder: Send + Sync {
     /// Ends it.
     fn end_change(&self, file: &FileIdentity);
 
-    /// True if another client than this has a file delegated for writing, so that its size and times here may be old. Recalls the
-    /// delegation.
+    /// True if a client other than this one has a delegation for writing of the file: its size and times on the server may then be
+    /// outdated. Recalls the delegation.
     fn is_kept(&self, file: &FileIdentity, client: Option<u64>) -> bool;
 
-    /// True while clients may still reclaim state of before a restart.
+    /// True in the grace period: clients may still reclaim state from before a restart.
     fn is_grace(&self) -> bool;
 
     /// As [`Holder::begin_change`], for a reader: only delegations for writing conflict with it.

@@ -18,7 +18,7 @@ pub struct FileIdentity {
     pub file: FileId,
 }
 
-/// Number of a subvolume as clients see it; `of` is the number of the whole. Subvolume 0 has the number `of` itself.
+/// Number of a subvolume for clients. `of` is the number of the whole file system, and also that of subvolume 0.
 pub(crate) fn subvolume_number(of: u64, subvolume: u64) -> u64 {
     if subvolume == 0 {
         return of;
@@ -30,8 +30,8 @@ pub(crate) fn subvolume_number(of: u64, subvolume: u64) -> u64 {
 
 /// Random numbers of file systems, stored in a file. All shares of one file system have the same number.
 ///
-/// After a restart, the UUID stored in a file system identifies it, whatever its device. The table has one entry per share, so two
-/// copies of one file system, with the same UUID, keep two numbers.
+/// After a restart, a file system is identified by its stored UUID, independent of its device. The table has one entry per share, so
+/// two copies of one file system, with the same UUID, keep two numbers.
 pub struct FileSystemNumbers {
     path: PathBuf,
     table: Mutex<Table>,
@@ -112,7 +112,7 @@ impl FileSystemNumbers {
         let damaged = || {
             io::Error::new(
                 io::ErrorKind::InvalidData,
-                "not a list of NFS file systems: restore it, or remove it, and clients mount again",
+                "not a list of NFS file systems: restore it, or remove it (clients must then mount again)",
             )
         };
         let known = match std::fs::read_to_string(path) {
@@ -180,7 +180,7 @@ mod tests {
         let numbers = load();
         assert_eq!(numbers.number_of("copy", &on(1, b"disk")), copy);
         assert_eq!([numbers.number_of("a", &on(7, b"disk")), numbers.number_of("b", &on(7, b"disk"))], [a, a]);
-        // One of the two shares is on the copy now.
+        // Share b is on the copy now.
         let numbers = load();
         let moved = numbers.number_of("b", &on(2, b"disk"));
         assert_ne!(numbers.number_of("a", &on(7, b"disk")), moved);

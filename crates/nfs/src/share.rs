@@ -158,8 +158,8 @@ impl Share {
         self.number
     }
 
-    /// Derives the key of the codes in its handles. The key depends on the directory: another directory with the same share name has
-    /// other handles.
+    /// Derives the key of the codes in the share's handles. It depends on the directory, so another directory under the same share name
+    /// has other handles.
     fn derive_handle_key(&self, key: &[u8; 32]) -> [u8; 32] {
         let FileIdentity { file_system, file: root } = self.identity(&self.files.root());
         let mut hasher = blake3::Hasher::new_keyed(key);
@@ -191,7 +191,7 @@ pub type FileHandle = SmallVec<[u8; 64]>;
 /// Most bytes of a handle: what version 3 allows.
 pub const HANDLE_MAX: usize = 64;
 
-/// Version 2 has the number of the file system; the code covers that number and the directory of the share.
+/// Version 2 of handles contains the number of the file system. The code covers that number and the directory of the share.
 const HANDLE_VERSION: u8 = 2;
 /// Bytes of version, share, number of the file system, and code.
 const HANDLE_HEADER: usize = 1 + 4 + 8 + CODE;

@@ -133,14 +133,15 @@ fn timespec(set: Option<SetTime>) -> Timespec {
     }
 }
 
-/// Limits of copies and changes of storage, which must leave threads for short operations. Hosts take turns.
+/// Limits of copies and changes of storage in progress, so that threads remain for short operations. Hosts take turns.
 const COPIES: Limits = Limits { all: 4, per_origin: 2, waiting: WAITING_MAX, patience: PATIENCE };
 
-/// Limits of listings in progress: threads that list compete with the reactors for processors.
+/// Limits of listings in progress, because their threads compete with the reactors for processors. Hosts take turns.
 const LISTINGS: Limits = Limits { all: 4, per_origin: 2, waiting: WAITING_MAX, patience: PATIENCE };
 
-/// Most calls that wait for their turn, and their longest wait. Clients of other calls must try again.
+/// Most calls that wait for their turn. Further calls fail, and their clients must try again.
 const WAITING_MAX: usize = 16 << 10;
+/// Longest wait of a call for its turn. After that it fails, and its client must try again.
 const PATIENCE: Duration = Duration::from_secs(20);
 
 /// Most leases at a time.
@@ -236,7 +237,7 @@ impl Inner {
             fsid: self.fsid,
             subvolume,
             number: stat.stx_ino,
-            // The number that listings have.
+            // Listings of the parent directory show this number.
             number_in_parent: if is_root_of_subvolume { subvolume } else { stat.stx_ino },
             accessed: time_of(stat.stx_atime),
             modified: time_of(stat.stx_mtime),
@@ -530,7 +531,7 @@ impl LocalFileSystem {
         self.workers.run(move || job(&inner)).await
     }
 
-    /// Those of the wanted rights that a user has. Checked on the reactor if the file system is local, otherwise by a worker.
+    /// Returns the wanted rights that a user has. Checked on the reactor if the file system is local, otherwise by a worker.
     async fn rights_to(&self, who: &Credentials, node: &Arc<Node>, wanted: Rights) -> Result<Rights> {
         let ask = move |inner: &Inner, who: &Credentials, node: &Node| {
             let has = |wanted: bool, right| wanted && inner.has_right(who, node, right);
@@ -547,7 +548,7 @@ impl LocalFileSystem {
         self.work(move |inner| Ok(ask(inner, &who, &node))).await
     }
 
-    /// Waits for a turn for a long operation. Fails with `EAGAIN` after too long a wait; clients then try again.
+    /// Waits for the turn of a long operation. Fails with `EAGAIN` if the wait takes too long; the client then tries again.
     async fn turn(&self, turns: &Turns) -> Result<Turn> {
         turns.take(caller::current().unwrap_or(Origin::UnknownUser)).await.ok_or(Errno::AGAIN)
     }

@@ -160,8 +160,8 @@ pub enum Make {
     Special(Kind, u32, u32),
 }
 
-/// Times that store the verifier of an exclusive creation (RFC 1813, section 3.3.8). Of each half, 31 bits are stored as seconds, which
-/// every file system has, and the highest bit as half a second.
+/// Times that store the verifier of an exclusive creation (RFC 1813, section 3.3.8). Each half of the verifier becomes a time: 31 bits
+/// are its seconds, which every file system can store, and the highest bit is half a second.
 pub(crate) fn exclusive_times(number: [u8; 8]) -> (Time, Time) {
     let [a, b, c, d, e, f, g, h] = number;
     let time = |bytes| {
@@ -327,8 +327,8 @@ pub trait FileSystem: Send + Sync {
     /// Its root directory.
     fn root(&self) -> FileId;
 
-    /// Number of the file system: the same for two that have files in common, and different for all others. It is
-    /// [`Attributes::fsid`] and part of handles, which become stale when it changes.
+    /// Number of the file system: equal for two shares with files in common, different for all others. It is [`Attributes::fsid`] and
+    /// part of handles, which become stale when it changes.
     fn fsid(&self) -> u64;
 
     /// Limit of files open at the same time, if there is one. The hosts of clients share it.

@@ -220,7 +220,7 @@ impl Compound<'_> {
     pub(super) fn control_back_channel(&mut self, d: &mut Decoder<'_>) -> Done {
         let (program, credential) = (d.u32()?, get_callback_security(d)?);
         let session = self.own_session().ok_or(Status::OP_NOT_IN_SESSION)?;
-        // An error without a back channel. Callbacks never use RPCSEC_GSS, so its handles are unknown here.
+        // Callbacks never use RPCSEC_GSS, so a list with only its handles is refused (NOENT).
         let back = session.back.as_ref().ok_or(Status::INVAL)?;
         back.set_caller(program, credential.ok_or(Status::NOENT)?);
         Ok(())

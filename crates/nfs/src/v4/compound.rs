@@ -308,10 +308,10 @@ impl<'a> Compound<'a> {
         Ok(None)
     }
 
-    /// Limit of the reply in bytes, and the status of an operation that would exceed it.
+    /// Limit of the reply in bytes, and the status of an operation that exceeds it.
     fn reply_limit(&self) -> (u32, Status) {
         match &self.slot {
-            // Version 4.0 has no status of its own for that.
+            // Version 4.0 defines no status for replies that are too long.
             _ if self.minor == 0 => (CALL_MAX as u32, Status::RESOURCE),
             None => (CALL_MAX as u32, Status::REP_TOO_BIG),
             // A reply that must be kept has a lower limit, which is checked before anything is done (RFC 8881, section 2.10.6.1.3).
@@ -336,7 +336,7 @@ impl<'a> Compound<'a> {
             (0, _) if is_alone && self.count == 1 => Ok(()),
             (0, _) if is_alone => Err(Status::NOT_ONLY_OP),
             (0, _) => Err(Status::OP_NOT_IN_SESSION),
-            // All others may follow SEQUENCE.
+            // All other operations may follow SEQUENCE.
             (_, op::BIND_CONN_TO_SESSION) => Err(Status::NOT_ONLY_OP),
             _ => Ok(()),
         }
@@ -416,7 +416,7 @@ impl<'a> Compound<'a> {
                 Ok(())
             }
             op::RESTOREFH => {
-                // Later versions have another status for it (RFC 8881, section 18.27.3).
+                // Later versions have another status for a missing saved file (RFC 8881, section 18.27.3).
                 let nothing = if self.minor == 0 { Status::RESTOREFH } else { Status::NOFILEHANDLE };
                 self.current = Some(self.saved.clone().ok_or(nothing)?);
                 self.stateid = self.saved_stateid;
@@ -502,7 +502,7 @@ impl<'a> Compound<'a> {
         self.slot.as_ref().map(|slot| &slot.session.id)
     }
 
-    /// The session that this is in, as [`Compound::session`].
+    /// Session of this compound; `None` as for [`Compound::session`].
     pub(super) fn own_session(&self) -> Option<&Session> {
         self.slot.as_ref().map(|slot| &*slot.session)
     }
@@ -676,7 +676,7 @@ impl<'a> Compound<'a> {
     }
 }
 
-/// Attribute `fsid` of a file. Two shares of one file system differ in it, and so do two subvolumes, because they reuse file numbers.
+/// Attribute `fsid` of a file. It differs between two shares of one file system, and between two subvolumes, which reuse file numbers.
 pub(super) fn fsid(target: &Target<'_>, attributes: &Attributes) -> (u64, u64) {
     let share = u32::from_be_bytes(target.share.number()).into();
     (attributes.fsid, subvolume_number(share, attributes.subvolume))

@@ -206,8 +206,7 @@ impl<'a> Compound<'a> {
             }
             None => false,
         };
-        // The creator of a file may use it as opened, whatever its permissions. The owner of a file that was open before may use it,
-        // whatever its permissions are now.
+        // Permissions apply neither to the creator of a file nor to the owner of a file that was open before: they may have changed since.
         let was_open = is_reclaim || delegated.is_some();
         let is_granted = is_new || was_checked || was_open && target.attributes().await.is_some_and(|a| a.uid == uid);
         let wanted = Rights {
@@ -224,7 +223,7 @@ impl<'a> Compound<'a> {
         Ok((guard, stateid, was))
     }
 
-    /// Removes the file that a failed OPEN has created. It stays if it was used or changed since.
+    /// Removes a file that a failed OPEN has created, unless it was used or changed since.
     async fn remove_made(&self, target: &Target<'a>, made: Made<'a>) {
         let Made { dir, name, change } = made;
         let files = &target.share.files;
@@ -233,7 +232,7 @@ impl<'a> Compound<'a> {
         });
         if is_as_made && !self.server.state(|state, _| state.is_in_use(&target.key())) {
             let removed = files.remove(&dir.who, &dir.file, name, false).await;
-            tracing::debug!(?removed, "a file whose OPEN has failed is removed");
+            tracing::debug!(?removed, "removing the file that a failed OPEN has created");
         }
     }
 
@@ -358,14 +357,15 @@ impl<'a> Compound<'a> {
                 }
             }
             self.writable()?;
-            // Checked before the file is created: an OPEN that fails afterwards would leave the file.
+            // Checked before the file is created, because an OPEN that fails later would have to remove the file.
             let file_system = dir.share.files.fsid();
             let check = |state: &mut State, now| state.check_opener(now, client, owner, file_system);
             self.server.retry_on_conflict(check).await?;
             let files = &dir.share.files;
             let (made, is_found) = match &what {
                 Make::Exclusive(number) => {
-                    // At first as a new file with these times: a repeated creation finds a file, and must not remove it.
+                    // The first attempt only creates a new file, so `is_found` is true for a repeated creation. Its file must not be
+                    // removed if the OPEN fails.
                     let (accessed, modified) = exclusive_times(*number);
                     let (accessed, modified) = (Some(SetTime::To(accessed)), Some(SetTime::To(modified)));
                     let set = SetAttributes { accessed, modified, ..wanted.set };
@@ -385,7 +385,7 @@ impl<'a> Compound<'a> {
                     let (file, attributes) = made?;
                     let target = Target { file, ..dir.clone() };
                     let after = dir.attributes().await;
-                    // What is found may be another user's file that happens to have these times.
+                    // A file that was found may belong to another user and have these times by chance.
                     let is_new = !is_found || attributes.uid == dir.who.uid;
                     let made = (!is_found).then_some(Made { dir, name, change: attributes.change });
                     return Ok(Opening { is_new, made, which, ..Opening::of_existing(target, (before, after)) });

@@ -39,8 +39,9 @@ const RESERVE: u64 = 256 << 10;
 /// File with the list of clients.
 pub(crate) struct Recovery {
     path: Option<PathBuf>,
-    /// Lease time of this run, and the longest lease that clients of this or earlier runs may have.
+    /// Lease time of this run.
     lease: Duration,
+    /// Longest lease that clients of this or earlier runs may have.
     longest: Duration,
     /// Number of this start: odd, and different each time while clients of version 3 may remember the last one.
     pub start: u32,
@@ -56,7 +57,7 @@ struct Before {
     clients: Records,
 }
 
-/// Reason for the lack of a usable list of clients.
+/// Reason for the loss of the list of clients.
 enum NotKnown {
     /// The file does not exist.
     Missing,
@@ -66,7 +67,7 @@ enum NotKnown {
 
 fn encode(lease: Duration, start: u32, clients: &Records) -> String {
     let hex = |bytes: &[u8]| data_encoding::HEXLOWER.encode(bytes);
-    // The prefix makes a word of an empty name, too.
+    // With the prefix, an empty name is also a word.
     let name = |client: &ClientName| format!("={}", hex(&client.name));
     let hash = |hash: &Option<[u8; 16]>| hash.map_or("-".into(), |hash| hex(&hash));
     let lines = clients.iter().map(|(client, Principal { user, kerberos, certificate })| {
@@ -122,7 +123,7 @@ fn reserve_of(path: &Path) -> PathBuf {
     path.with_extension("reserve")
 }
 
-/// Reserves storage for a replacement of the list when the file system is full.
+/// Allocates the reserve, so that the list can be replaced when the file system is full.
 fn keep_reserve(path: &Path) -> io::Result<()> {
     let options = OpenOptions::new().write(true).create(true).truncate(false).mode(MODE.bits()).to_owned();
     let file = options.open(reserve_of(path))?;
@@ -153,7 +154,7 @@ fn replace(path: &Path, content: &[u8]) -> io::Result<()> {
     // Without a reserve, the first error is more informative.
     write().map_err(|_| error)?;
     let path = path.display();
-    tracing::warn!("{path}: the file system is full: the list of NFS clients takes its reserve");
+    tracing::warn!("{path}: the file system is full: the list of NFS clients was written to its reserve");
     Ok(())
 }
 
@@ -178,9 +179,9 @@ impl Recovery {
                 };
                 let path = path.as_deref().unwrap_or(Path::new("")).display();
                 tracing::error!(
-                    "{path}: the list of NFS clients is lost ({why}): no client gets back what it had open or locked, and programs that relied on a lock must be started again"
+                    "{path}: the list of NFS clients is lost ({why}): no client can reclaim opens or locks, and programs that relied on a lock must be restarted"
                 );
-                // The number of the last start, which clients of version 3 remember, is not known here.
+                // Clients of version 3 remember the number of the last start, which is lost. A random number differs from it.
                 let start = u32::from_be_bytes(thruway_engine::random::random());
                 (Before { start, ..first }, false)
             }
@@ -190,10 +191,10 @@ impl Recovery {
         let start = (last_start | 1).wrapping_add(2);
         if let Some(path) = &path {
             if let Err(error) = keep_reserve(path) {
-                tracing::warn!(%error, "{}: no storage can be set aside for when the file system is full", path.display());
+                tracing::warn!(%error, "{}: cannot reserve storage for the case of a full file system", path.display());
             }
-            // Once a list is written, a later start can detect its loss. Clients of version 3 remember the number of this start, so no
-            // later start may use it again.
+            // Only if a list has been written can a later start detect its loss. Clients of version 3 remember the number of this start,
+            // so it is stored, and no later start uses it again.
             if !is_known || clients.keys().any(|client| client.kind == Kind::Monitored) {
                 replace(path, encode(longest, start, &clients).as_bytes())?;
             }
@@ -202,14 +203,14 @@ impl Recovery {
         Ok((Recovery { path, lease, longest, start, stored, storing }, lease_before, clients))
     }
 
-    /// Writes the list of clients to stable storage, unless it has the list number `wanted` or a later one already. One write serves
-    /// all callers that came before it began. `records` returns the number, the list, and true if earlier clients may still reclaim.
+    /// Writes the list of clients to stable storage, unless list `wanted` or a later one is stored already. One write serves all callers
+    /// that waited when it began. `records` returns the number, the list, and true if clients of earlier runs may still reclaim.
     pub(super) async fn store(&self, wanted: u64, records: impl FnOnce() -> (u64, Records, bool)) -> io::Result<()> {
         let _storing = self.storing.lock().await;
         if self.has(wanted) {
             return Ok(());
         }
-        // Read under the lock, so that the last write has the latest list.
+        // Called under the lock, so that the last write has the latest list.
         let (number, clients, has_earlier) = records();
         if let Some(path) = self.path.clone() {
             // Clients that reclaim after another restart may have either lease time.
