@@ -333,7 +333,7 @@ impl State {
         if state.is_some_and(|state| state.opened_by.is_some()) {
             self.check_room_in_file(now, known.origin, file)?;
         }
-        // What another host has open counts for this one as soon as the other closes it.
+        // A file that another host has open counts for this host as soon as the other host closes it.
         match state.is_some_and(|state| state.held_of(known.origin) > 0) {
             true => Ok(()),
             false => self.check_open_files(now, known.origin, file.file_system),

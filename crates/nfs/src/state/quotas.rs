@@ -1,7 +1,6 @@
 //! Per-host quotas of server-wide resources, so that no single host can exhaust them.
 //!
-//! Resources: clients, sessions, kept replies, opens, lock owners, open files, and the time for which others wait for recalled
-//! delegations.
+//! Resources: clients, sessions, kept replies, opens, lock owners, open files, and the time that others wait for recalled delegations.
 
 use super::clients::{Client, Kind};
 use super::{
@@ -41,11 +40,12 @@ pub(super) fn weight_of(owner: usize) -> usize {
     1 + owner / NAME_WEIGHT
 }
 
-/// Time for which others have waited for recalled delegations of one host.
+/// Time that others have waited for recalled delegations of one host.
 #[derive(Debug, Default)]
 pub(super) struct RecallDelays {
-    /// Delegations with a recall in progress; `since` is the time when this last became nonzero.
+    /// Delegations with a recall in progress.
     pending: usize,
+    /// Time when `pending` last changed from 0 to 1, in milliseconds.
     since: u64,
     /// End and length of each earlier wait, in milliseconds.
     past: VecDeque<(u64, u64)>,
@@ -75,7 +75,7 @@ impl RecallDelays {
         }
         self.past.push_back((now, now.saturating_sub(self.since)));
         if self.past.len() > DELAYS_MAX {
-            // The oldest wait is merged into the next one, and counts until that leaves the window.
+            // The oldest wait is merged into the next one, and counts until the next one leaves the window.
             let earlier = self.past.pop_front().map_or(0, |(_, length)| length);
             if let Some((_, length)) = self.past.front_mut() {
                 *length += earlier;
@@ -298,7 +298,7 @@ impl State {
         is_known && self.recall_time_left(now, origin) >= self.lease_ms / 2
     }
 
-    /// Counts the begin or the end of a recall of one delegation of a host.
+    /// Counts the beginning or the end of a recall of one delegation of a host.
     pub(super) fn count_recall(&mut self, now: u64, origin: Origin, begins: bool) {
         let delays = self.recall_delays.entry(origin).or_default();
         if begins { delays.begin(now) } else { delays.end(now) }

@@ -1063,7 +1063,7 @@ fn an_open_file_counts_for_a_host_that_has_it_open() {
         state.check_counts();
     }
     assert!(state.check_open(0, a, b"o", &file(10)).is_ok(), "it has nothing open");
-    // More than its share a host does not get by opening what others have open.
+    // A host cannot exceed its quota by opening files that other hosts have open.
     let theirs = [6, 7].map(|of| (of, open(&mut state, 0, a, "o", of, (READ, 0)).unwrap()));
     assert_eq!(state.check_open(0, b, b"o", &file(6)), Ok(()));
     open(&mut state, 0, b, "o", 8, (READ, 0)).unwrap();

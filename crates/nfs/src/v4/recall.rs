@@ -64,15 +64,16 @@ pub(super) fn start(server: &Arc<Server>, number: u64) {
     });
 }
 
-/// Limits of a recall.
+/// Time limits of a recall.
 struct Limits {
-    /// From the answer of the client on.
+    /// Measured from the answer of the client.
     after_answer: Duration,
-    /// From the begin of the recall on, however slow the client is.
+    /// Measured from the beginning of the recall, with or without an answer.
     in_all: Duration,
 }
 
-/// The limit is one lease, less if others have waited for delegations of the same host, or if the kernel revokes its lease sooner.
+/// Limits of one lease time; less if others have already waited for delegations of the same host, or if the kernel breaks its lease
+/// sooner.
 fn limits(server: &Arc<Server>, number: u64) -> Limits {
     let recalled = server.state(|state, _| state.recalled(number));
     let in_all = Duration::from_millis(recalled.as_ref().map_or(0, |recalled| recalled.time_left_ms));
@@ -80,15 +81,16 @@ fn limits(server: &Arc<Server>, number: u64) -> Limits {
     match thruway_fs::lease::break_time().filter(|_| !is_write) {
         None => Limits { after_answer: server.lease, in_all },
         Some(time) => {
-            // The kernel counts from the begin of the recall.
+            // The kernel's time also begins with the recall.
             let in_all = in_all.min(time.saturating_sub(BEFORE_BREAK).max(time / 2));
             Limits { after_answer: server.lease, in_all }
         }
     }
 }
 
-/// Until when a client may keep a write delegation beyond its [`limits`]: one lease after its last WRITE or DELEGRETURN, and at most
-/// [`LEASES_OF_WRITER`] after the begin of the recall. What it has not written yet would be lost.
+/// Deadline of a client that may keep a write delegation beyond its [`limits`], because data that it has not written would be lost: one
+/// lease time after its last WRITE or DELEGRETURN, but at most [`LEASES_OF_WRITER`] after the beginning of the recall. `None` for other
+/// delegations.
 fn until_for_writer(server: &Arc<Server>, number: u64, begin: Instant) -> Option<Instant> {
     let recalled = server.state(|state, _| state.recalled(number)).filter(|recalled| recalled.is_write)?;
     let left = server.lease.saturating_sub(Duration::from_millis(recalled.idle_ms));
