@@ -178,7 +178,7 @@ for number in numbers:
 }
 
 fn page() -> String {
-    let mut page = "# Operations and errors of NFS version 4\n\nThis page is made of the table that the tests run (`crates/thruway/tests/nfs/conformance.toml`): each row is tried against a directory and against\nmemory, for each minor version named. A result is the status of the operation, without `NFS4ERR_`.\n".to_string();
+    let mut page = "# Operations and errors of NFS version 4\n\nThis page is generated from the table of the conformance tests (`crates/thruway/tests/nfs/conformance.toml`). Each row is run against a directory and\nagainst memory, in each listed minor version. A result is the status of the operation, without `NFS4ERR_`.\n".to_string();
     let listed = |versions: &[u32]| versions.iter().map(|v| format!("4.{v}")).collect::<Vec<_>>().join(", ");
     for Operation { name, number, versions, absent, sections, case } in table().operation {
         let of_operation = listed(&versions);
