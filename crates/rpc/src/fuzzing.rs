@@ -24,7 +24,7 @@ pub fn message(programs: &Programs, data: &[u8]) {
     }
 }
 
-/// Runs what yields and does not wait for anything; `None` if it waits.
+/// Polls a future to its end as long as it wakes itself, as a yield does; `None` if it waits for something else.
 fn without_waiting<T>(work: impl Future<Output = T>) -> Option<T> {
     struct Woken(AtomicBool);
     impl Wake for Woken {

@@ -1,4 +1,4 @@
-//! Peers that send faster than they are served: the other clients of their reactor go on.
+//! Flooding peers: other clients of the same reactors must still be served.
 
 #[path = "../../server/tests/support/flood.rs"]
 mod flood;
@@ -16,7 +16,7 @@ use thruway_server::Address;
 
 const PROGRAM: u32 = 0x2000_0002;
 const REACTORS: usize = 2;
-/// Reached only if the server does not answer.
+/// Time limit of a reply, reached only if the server does not answer.
 const HUNG: Duration = Duration::from_secs(60);
 
 struct Null;
@@ -46,7 +46,7 @@ fn record(message: &[u8]) -> Vec<u8> {
     [&(message.len() as u32 | 1 << 31).to_be_bytes()[..], message].concat()
 }
 
-/// Connects, and has one call answered.
+/// Connects, and waits for the reply to a first call.
 fn connect(server: SocketAddr) -> TcpStream {
     let mut stream = TcpStream::connect(server).unwrap();
     stream.set_nodelay(true).unwrap();
@@ -88,7 +88,7 @@ fn floods_do_not_keep_a_reactor_from_serving_others() {
         ("calls whose replies are not read", false, call(2)),
     ];
     for (name, reads, what) in &floods {
-        // Two for each reactor, so that no client finds a reactor without one.
+        // Two flooding peers for each reactor, so that every client shares its reactor with one.
         flood::serves_others_during(
             name,
             2 * REACTORS,

@@ -115,7 +115,7 @@ impl Client {
         self.slots.send(&self.qp, stored).unwrap();
     }
 
-    /// Sends the same again and again, as fast as the send queue takes it, until told to stop or the connection has ended.
+    /// Sends a message repeatedly, as fast as the send queue accepts it, until `stop` is set or the connection has ended.
     fn flood(mut self, what: &[u8], stop: &std::sync::atomic::AtomicBool) {
         while !stop.load(std::sync::atomic::Ordering::Relaxed) {
             while let Some(stored) = self.slots.store(what) {
@@ -255,7 +255,7 @@ fn floods_over_rdma_do_not_keep_others_from_being_served() {
     let (server, address) = start(&reactors);
     let call = [rpc(7, 1, 4), vec![1; 4]].concat();
     let inline = message(7, Procedure::Message(Chunks::default()), &call);
-    // A reply to no call, and a call that is answered by an error of the transport.
+    // An unsolicited reply; the last flood is of calls that the transport answers with an error.
     let reply = [7_u32, 1, 0, 0, 0, 0].map(u32::to_be_bytes).concat();
     let floods = [
         ("calls", inline.clone()),
@@ -268,7 +268,7 @@ fn floods_over_rdma_do_not_keep_others_from_being_served() {
             2 * REACTORS,
             |stop| {
                 while !stop.load(std::sync::atomic::Ordering::Relaxed) {
-                    // A peer that overruns the receives loses its connection, and makes another.
+                    // A peer that exhausts the posted receives loses its connection, and connects again.
                     Client::connect(address).flood(what, stop);
                 }
             },

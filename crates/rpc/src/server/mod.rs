@@ -301,7 +301,7 @@ pub struct Call {
     /// If it is to be checked before it is done.
     unchecked: Option<Unchecked>,
     bulk: Cell<SmallVec<[BulkItem; 1]>>,
-    /// Bytes of the bulk items.
+    /// Total bytes of the bulk items in `bulk`.
     bulk_len: usize,
 }
 
@@ -345,7 +345,7 @@ impl Call {
         Decoder::with_bulk(self.argument_bytes(), self.arguments.start as u32, self.bulk.take())
     }
 
-    /// Bytes of the arguments, bulk items included.
+    /// Bytes of the arguments, including bulk items.
     pub fn argument_len(&self) -> usize {
         self.argument_bytes().len() + self.bulk_len
     }

@@ -31,7 +31,7 @@ const LONG_CALLS_MAX: usize = 4;
 const SMALL_CALL: usize = 16 << 10;
 /// Bytes of a longer call in which its bulk item is looked for.
 const BEGINNING: usize = 2 << 10;
-/// Empty fragments of a call, other than the last one. Clients have no reason to send any.
+/// Most empty fragments of a call, not counting the last fragment. Clients have no reason to send any.
 const EMPTY_FRAGMENTS_MAX: usize = 8;
 /// What a client says that it sends costs no memory before it is there, but for so many bytes.
 const STEP: usize = 64 << 10;
@@ -179,14 +179,14 @@ fn is_start_tls(message: &[u8]) -> bool {
     matches!(header, Ok(Incoming::Call(call)) if call.credential.flavor == AUTH_TLS && call.procedure == 0)
 }
 
-/// Checks the fragments of one record (RFC 5531, section 11), which may be of any length.
+/// Checks the fragments of one record. A fragment may have any length, even 0 (RFC 5531, section 11).
 #[derive(Default)]
 struct Fragments {
     empty: usize,
 }
 
 impl Fragments {
-    /// Length of a record with its next fragment.
+    /// Length of the record with its next fragment; an error if that exceeds [`CALL_MAX`] or the limit of empty fragments.
     fn end_of_next(&mut self, record: &[u8], marker: Marker) -> io::Result<usize> {
         if marker.len == 0 && !marker.last {
             self.empty += 1;
