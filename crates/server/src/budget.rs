@@ -1,7 +1,7 @@
 //! Cooperative scheduling of connections: the work a connection may do before its reactor runs the other tasks.
 //!
-//! A socket that always has data never makes its task wait. Without a budget, one peer that sends faster than it is served would
-//! occupy the reactor and stall all its other connections. What a connection receives also counts for its host ([`slices`]).
+//! While a socket has data, its task does not wait. Without a budget, a peer that always sends more could occupy the reactor and stall
+//! all its other connections. What a connection receives also counts for its host ([`slices`]).
 
 use crate::slices;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -12,7 +12,7 @@ pub const MESSAGES_MAX: usize = 64;
 /// Bytes that one connection may receive between two yields.
 pub const BYTES_MAX: usize = 256 << 10;
 
-/// Most messages and most bytes of a turn of any connection since the process began.
+/// Largest number of messages and of bytes of any turn since the process started. A turn is the work of a connection between two yields.
 static LARGEST: [AtomicUsize; 2] = [const { AtomicUsize::new(0) }; 2];
 
 /// Work of one connection since it last yielded.
@@ -24,14 +24,14 @@ pub struct Turn {
     pub bytes: usize,
 }
 
-/// The largest number of messages and of bytes that any connection of this process has received between two yields: at most
+/// Largest number of messages and of bytes that any connection of this process has received between two yields. At most
 /// [`MESSAGES_MAX`] and [`BYTES_MAX`].
 pub fn largest_turn() -> Turn {
     let [messages, bytes] = LARGEST.each_ref().map(|largest| largest.load(Ordering::Relaxed));
     Turn { messages, bytes }
 }
 
-/// The budget of one connection.
+/// Budget of one connection.
 #[derive(Debug, Default)]
 pub struct Budget {
     turn: Turn,
@@ -40,8 +40,7 @@ pub struct Budget {
 }
 
 impl Budget {
-    /// Begins to receive a message. Waits for the other tasks of the reactor first if the budget of the connection or the slice of its
-    /// host is spent. Cancelling this has no effect on the connection.
+    /// Begins to receive a message. If the budget or the slice of the host is spent, first waits for other tasks. Cancel safe.
     pub async fn begin_message(&mut self) {
         if self.turn.messages >= MESSAGES_MAX {
             self.end_turn();
@@ -51,7 +50,7 @@ impl Budget {
         slices::begin(1).await;
     }
 
-    /// Bytes that may be received now, at least one; yields first if the budget is spent.
+    /// Number of bytes that may be received now, at least one. If the budget is spent, first yields.
     pub async fn bytes_left(&mut self) -> usize {
         if self.turn.bytes >= BYTES_MAX {
             self.end_turn();

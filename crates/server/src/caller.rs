@@ -1,4 +1,4 @@
-//! The host that the current task works for. Shared queues use it to let hosts take turns.
+//! Host of the current task: the one that it works for. Shared queues use it to let hosts take turns.
 
 use std::future::Future;
 use thruway_tcp::Origin;
@@ -7,12 +7,12 @@ tokio::task_local! {
     static CALLER: Origin;
 }
 
-/// Runs work for a host, which [`current`] returns within it.
+/// Runs work for a host: [`current`] returns that host within `work`.
 pub fn on_behalf_of<T>(caller: Origin, work: impl Future<Output = T>) -> impl Future<Output = T> {
     CALLER.scope(caller, work)
 }
 
-/// The host that the current task works for; `None` outside [`on_behalf_of`], for work of the daemon itself.
+/// Returns the host of the current task; `None` outside [`on_behalf_of`], for work of the daemon itself.
 pub fn current() -> Option<Origin> {
     CALLER.try_with(|caller| *caller).ok()
 }

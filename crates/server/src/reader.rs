@@ -14,8 +14,8 @@ use tokio_rustls::server::TlsStream;
 
 /// The receiving half of a connection. Bytes that arrive beyond those asked for are buffered for the next call.
 ///
-/// However fast the peer sends, its task yields to the others of the reactor after [`MESSAGES_MAX`](crate::budget::MESSAGES_MAX)
-/// reads and after [`BYTES_MAX`](crate::budget::BYTES_MAX) bytes.
+/// Even if the peer sends without pause, the task yields to the others of the reactor after
+/// [`MESSAGES_MAX`](crate::budget::MESSAGES_MAX) reads and after [`BYTES_MAX`](crate::budget::BYTES_MAX) bytes.
 pub struct Reader {
     half: ReadHalf,
     budget: Budget,

@@ -447,7 +447,7 @@ impl End {
             }
             self.post().map_err(other)?;
             if self.collect()? || !channel.consumed.borrow().is_empty() {
-                // The tasks of the messages run before more are taken.
+                // The tasks that handle received messages run before more messages are received.
                 tokio::task::yield_now().await;
                 continue;
             }

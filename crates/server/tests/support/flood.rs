@@ -13,7 +13,8 @@ const CALLS: usize = 10_000;
 /// Interval at which a flood checks its stop flag.
 const POLL: Duration = Duration::from_millis(50);
 
-/// Sends `what` repeatedly, until `stop` is set or the server closes the connection. Replies are read, or left in the socket.
+/// Sends `what` repeatedly, until `stop` is set or the server closes the connection. Replies are read if `reads`, otherwise they stay in
+/// the socket.
 #[allow(dead_code)]
 pub(crate) fn send_again_and_again(mut stream: TcpStream, what: &[u8], reads: bool, stop: &AtomicBool) {
     stream.set_write_timeout(Some(POLL)).unwrap();
@@ -45,8 +46,8 @@ pub(crate) fn send_again_and_again(mut stream: TcpStream, what: &[u8], reads: bo
     });
 }
 
-/// Runs `flood` in several threads, beside four clients that connect and then call. Asserts that every call is answered and that no
-/// connection exceeds its budget.
+/// Runs `flood` in `floods` threads, while four clients connect and call. Asserts that every call is answered and that no connection
+/// exceeds its budget.
 pub(crate) fn serves_others_during<C>(
     name: &str,
     floods: usize,
