@@ -115,6 +115,31 @@ pub(super) struct Client {
     pub waits: HashSet<FileIdentity>,
 }
 
+impl Client {
+    /// Locks of version 3 are kept until their client has restarted.
+    pub(super) fn has_lease(&self) -> bool {
+        self.name.kind != Kind::Monitored || self.held.is_empty()
+    }
+}
+
+/// Clients that leave no room for another request.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub(super) enum Among {
+    /// All clients with state.
+    Clients,
+    /// Clients with state, of one host.
+    ClientsOf(Origin),
+    /// All clients with sessions.
+    Sessions,
+    /// Clients with sessions, of one host.
+    SessionsOf(Origin),
+    /// Clients with opens or locks of a file.
+    File(FileIdentity),
+}
+
+/// Most sets of clients with a known time before which none expires.
+const SCANS_MAX: usize = 4096;
+
 /// The answer to EXCHANGE_ID.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Exchange {
@@ -229,30 +254,52 @@ impl State {
         }
     }
 
-    /// The one of these clients that has not been heard of for longest, if its lease has expired.
-    pub(crate) fn longest_expired(&self, now: u64, among: impl Iterator<Item = u64>) -> Option<u64> {
-        let known = among.filter_map(|id| Some((id, self.clients.get(&id)?)));
-        let expired = known.filter(|(_, client)| self.is_expired(now, client));
-        expired.min_by_key(|(_, client)| client.lease.renewed()).map(|(id, _)| id)
-    }
-
     /// The client with state whose lease has expired first.
     pub(crate) fn longest_expired_of_all(&self, now: u64) -> Option<u64> {
-        self.longest_expired(now, self.with_something())
+        self.first_to_expire(self.with_something()).filter(|id| self.is_expired(now, &self.clients[id]))
     }
 
     fn with_something(&self) -> impl Iterator<Item = u64> {
         self.clients.iter().filter(|(_, client)| !client.held.is_empty()).map(|(id, _)| *id)
     }
 
-    /// There is no room because of what these have: those who are not heard of give way.
-    pub(super) fn full(&self, now: u64, among: impl Iterator<Item = u64>) -> Refused {
-        self.longest_expired(now, among).map_or(Refused::Status(Status::NOSPC), Refused::Expired)
+    /// Refusal because these clients leave no room: the one whose lease has expired first gives way, if there is one.
+    ///
+    /// No client of the set can expire before the first lease ends, so the time of the scan is not spent again until then.
+    pub(super) fn full(&self, now: u64, among: Among) -> Refused {
+        let mut none_before = self.none_expired_before.borrow_mut();
+        if none_before.get(&among).is_some_and(|time| now <= *time) {
+            return Status::NOSPC.into();
+        }
+        let first = match &among {
+            Among::Clients => self.first_to_expire(self.with_something()),
+            Among::ClientsOf(origin) => self.first_to_expire(self.with_something_of(*origin)),
+            Among::Sessions => self.first_to_expire(self.with_sessions_of(|_| true)),
+            Among::SessionsOf(origin) => self.first_to_expire(self.with_sessions_of(|of| of == *origin)),
+            Among::File(file) => self.first_to_expire(self.with_something_in(file)),
+        };
+        match first {
+            Some(id) if self.is_expired(now, &self.clients[&id]) => Refused::Expired(id),
+            Some(id) => {
+                if none_before.len() >= SCANS_MAX {
+                    none_before.clear();
+                }
+                none_before.insert(among, self.clients[&id].lease.renewed() + self.lease_ms);
+                Status::NOSPC.into()
+            }
+            None => Status::NOSPC.into(),
+        }
     }
 
-    /// As [`State::full`], because of what all have.
-    pub(super) fn full_of_all(&self, now: u64) -> Refused {
-        self.full(now, self.with_something())
+    fn first_to_expire(&self, among: impl Iterator<Item = u64>) -> Option<u64> {
+        let known = among.filter_map(|id| Some((id, self.clients.get(&id)?)));
+        let with_leases = known.filter(|(_, client)| client.has_lease());
+        with_leases.min_by_key(|(_, client)| client.lease.renewed()).map(|(id, _)| id)
+    }
+
+    fn with_sessions_of(&self, is_wanted: impl Fn(Origin) -> bool) -> impl Iterator<Item = u64> {
+        let theirs = self.clients.iter().filter(move |(_, client)| client.sessions > 0 && is_wanted(client.origin));
+        theirs.map(|(id, _)| *id)
     }
 
     /// Removes a client, its sessions, and what it has.

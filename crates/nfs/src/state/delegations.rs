@@ -10,7 +10,9 @@ use super::{
 use crate::file_system::OpenGuard;
 use crate::v4::session::Session;
 use crate::v4::status::Status;
+use std::collections::HashMap;
 use std::sync::Arc;
+use thruway_server::connection_limit::is_fair;
 use thruway_tcp::Origin;
 
 /// A file that is delegated.
@@ -62,6 +64,60 @@ pub(crate) struct Recalled {
     pub idle_ms: u64,
 }
 
+/// Files of which a delegation was recalled in the last [`RECENT_MS`]. They are not delegated again. Each counts for the host that had
+/// the delegation.
+#[derive(Default)]
+pub(super) struct RecentRecalls {
+    files: HashMap<FileIdentity, (u64, Origin)>,
+    of_host: HashMap<Origin, usize>,
+    /// Time of the last removal of old files.
+    swept: u64,
+}
+
+/// Minimum interval between two removals of old files, in milliseconds.
+const SWEEP_MS: u64 = 1000;
+
+impl RecentRecalls {
+    fn insert(&mut self, now: u64, file: &FileIdentity, origin: Origin) {
+        self.sweep(now);
+        if let Some((time, _)) = self.files.get_mut(file) {
+            *time = now;
+        } else {
+            self.files.insert(file.clone(), (now, origin));
+            *self.of_host.entry(origin).or_default() += 1;
+        }
+    }
+
+    fn has(&self, now: u64, file: &FileIdentity) -> bool {
+        self.files.get(file).is_some_and(|(time, _)| now < time + RECENT_MS)
+    }
+
+    /// False if the files of this host are too many for it to get delegations.
+    fn has_room(&mut self, now: u64, origin: Origin) -> bool {
+        self.sweep(now);
+        let free = RECENT_MAX.saturating_sub(self.files.len());
+        is_fair(self.of_host.get(&origin).copied().unwrap_or(0), free)
+    }
+
+    fn sweep(&mut self, now: u64) {
+        if now < self.swept + SWEEP_MS {
+            return;
+        }
+        self.swept = now;
+        let of_host = &mut self.of_host;
+        self.files.retain(|_, (time, origin)| {
+            let stays = now < *time + RECENT_MS;
+            if !stays && let Some(count) = of_host.get_mut(origin) {
+                *count -= 1;
+                if *count == 0 {
+                    of_host.remove(origin);
+                }
+            }
+            stays
+        });
+    }
+}
+
 impl State {
     fn delegation(&self, number: u64) -> &Delegation {
         match self.held.get(&number) {
@@ -73,9 +129,6 @@ impl State {
     /// Whether a file that a client has just opened may be delegated to it. For writing it must be the only one to have it open.
     pub(crate) fn may_delegate(&mut self, now: u64, client: u64, file: &FileIdentity, is_write: bool) -> bool {
         let is_grace = self.is_grace(now);
-        if self.recent.len() >= RECENT_MAX {
-            self.recent.retain(|_, recalled| now < *recalled + RECENT_MS);
-        }
         let Some(origin) = self.clients.get(&client).map(|client| client.origin) else { return false };
         if !self.may_delegate_to(now, origin) {
             return false;
@@ -84,8 +137,8 @@ impl State {
         let is_full = self.delegations >= DELEGATIONS_MAX
             || known.delegations >= DELEGATIONS_OF_CLIENT_MAX
             || self.weight >= HELD_TOTAL_MAX
-            || self.recent.len() >= RECENT_MAX;
-        if is_grace || is_full || self.recent.get(file).is_some_and(|recalled| now < recalled + RECENT_MS) {
+            || !self.recent.has_room(now, origin);
+        if is_grace || is_full || self.recent.has(now, file) {
             return false;
         }
         let Some(state) = self.files.get(file) else { return false };
@@ -144,6 +197,7 @@ impl State {
         for number in numbers {
             let Some(Held::Delegation(delegation)) = self.held.get_mut(&number) else { continue };
             let (client, origin) = (delegation.client, delegation.origin);
+            self.recent.insert(now, file, origin);
             if !std::mem::replace(&mut delegation.is_recalled, true) {
                 self.recalls.push(number);
                 self.count_recall(now, origin, true);
@@ -152,14 +206,7 @@ impl State {
                 refused = Refused::Expired(client);
             }
         }
-        self.note_recent(now, file);
         Err(refused)
-    }
-
-    /// Keeps the file from being delegated again for [`RECENT_MS`].
-    fn note_recent(&mut self, now: u64, file: &FileIdentity) {
-        self.recent.retain(|_, recalled| now < *recalled + RECENT_MS);
-        self.recent.insert(file.clone(), now);
     }
 
     /// Recalls what others than this client have of a file that is to be changed, or read.
@@ -245,7 +292,7 @@ impl State {
         if was_recalled {
             self.count_recall(self.now, origin, false);
         }
-        self.note_recent(self.now, &file);
+        self.recent.insert(self.now, &file, origin);
         // It is not in the way of others any more, and does not count.
         self.delegations -= 1;
         if let Some(client) = self.clients.get_mut(&client) {

@@ -81,6 +81,13 @@ pub(super) struct LockHolder {
     pub open: Option<u64>,
 }
 
+#[cfg(test)]
+impl LockHolder {
+    pub(super) fn origin(&self) -> Origin {
+        self.origin
+    }
+}
+
 impl Held {
     pub(super) fn client(&self) -> u64 {
         match self {
@@ -137,6 +144,8 @@ pub(super) struct FileState {
     /// Host of the client that opened the file first; `None` when the file is neither open nor delegated.
     opened_by: Option<Origin>,
     pub locks: Locks,
+    /// Number of locks, by host.
+    locks_of: HashMap<Origin, usize>,
     /// Waits for locks.
     pub waiting: Vec<Waiting>,
     pub delegations: Vec<u64>,
@@ -150,6 +159,8 @@ pub(super) struct Removed {
     numbers: HashSet<u64>,
     opens: Vec<(u64, Owner, u64)>,
     holders: Vec<(u64, Owner)>,
+    /// Hosts of these, by number.
+    lockers: HashMap<u64, Origin>,
     monitored: usize,
     origins: Vec<Origin>,
 }
@@ -166,32 +177,60 @@ impl Removed {
                 self.holders.push((holder.client, holder.owner.clone()));
                 self.monitored += usize::from(holder.open.is_none());
                 self.origins.push(holder.origin);
+                self.lockers.insert(number, holder.origin);
             }
             Held::Delegation(_) => {}
         }
     }
 }
 
+/// Adds to the count of a host.
+fn count(counts: &mut HashMap<Origin, usize>, origin: Origin, more: isize) {
+    let count = counts.entry(origin).or_default();
+    *count = count.saturating_add_signed(more);
+    if *count == 0 {
+        counts.remove(&origin);
+    }
+}
+
 impl FileState {
+    /// Changes the locks of one host.
+    pub(super) fn change_locks(&mut self, origin: Origin, change: impl FnOnce(&mut Locks)) {
+        let before = self.locks.len();
+        change(&mut self.locks);
+        count(&mut self.locks_of, origin, self.locks.len() as isize - before as isize);
+    }
+
+    /// Number of locks of one host.
+    pub(super) fn locks_of(&self, origin: Origin) -> usize {
+        self.locks_of.get(&origin).copied().unwrap_or(0)
+    }
+
+    /// Asserts that the counts of locks match a full scan.
+    #[cfg(test)]
+    pub(super) fn check_locks(&self, origin_of: impl Fn(u64) -> Origin) {
+        let mut counted = HashMap::new();
+        self.locks.holders().for_each(|holder| count(&mut counted, origin_of(holder), 1));
+        assert_eq!(self.locks_of, counted);
+    }
+
     pub(super) fn forget(&mut self, removed: &Removed) {
         self.delegations.retain(|number| !removed.numbers.contains(number));
         for (client, owner, number) in &removed.opens {
             self.opens.remove(*client, owner, *number);
         }
-        for origin in &removed.origins {
-            if let Some(count) = self.by_origin.get_mut(origin) {
-                *count -= 1;
-                if *count == 0 {
-                    self.by_origin.remove(origin);
-                }
-            }
-        }
+        removed.origins.iter().for_each(|origin| count(&mut self.by_origin, *origin, -1));
         self.monitored -= removed.monitored;
         for holder in &removed.holders {
             self.holders.remove(holder);
         }
         if !removed.holders.is_empty() {
-            self.locks.release(|holder| removed.numbers.contains(&holder));
+            let locks_of = &mut self.locks_of;
+            self.locks.release(|holder| {
+                let origin = removed.lockers.get(&holder);
+                origin.inspect(|origin| count(locks_of, **origin, -1));
+                origin.is_some()
+            });
         }
     }
 
@@ -557,6 +596,14 @@ impl State {
         self.in_the_way(now, holder.client, Refused::Denied(denied))
     }
 
+    /// Host of a lock owner.
+    pub(super) fn origin_of(&self, holder: u64) -> Origin {
+        match self.held.get(&holder) {
+            Some(Held::Locks(holder)) => holder.origin,
+            _ => unreachable!("an owner of locks"),
+        }
+    }
+
     pub(super) fn holder_of(&self, client: u64, owner: &[u8], file: &FileIdentity) -> Option<u64> {
         self.files.get(file)?.holders.get(&(client, owner.into())).copied()
     }
@@ -612,11 +659,10 @@ impl State {
             Holder::Known(number) => number,
             Holder::New(owner, open) => self.add_holder(now, client, owner, file, open)?,
         };
-        if self.files.get(file).is_some_and(|state| state.locks.len() >= LOCKS_MAX) {
-            return Err(self.full_of(now, file));
-        }
+        let origin = self.origin_of(number);
+        self.check_locks_in_file(now, origin, file)?;
         let state = self.files.get_mut(file).expect("a file with owners of locks");
-        state.locks.lock(number, is_write, range);
+        state.change_locks(origin, |locks| locks.lock(number, is_write, range));
         Ok(number)
     }
 
@@ -640,14 +686,11 @@ impl State {
         }
     }
 
-    /// There is no room because of those who have something of a file.
-    pub(super) fn full_of(&self, now: u64, file: &FileIdentity) -> Refused {
-        let of_file = self
-            .files
-            .get(file)
-            .into_iter()
-            .flat_map(|state| state.opens.numbers().chain(state.holders.values().copied()));
-        self.full(now, of_file.filter_map(|number| self.held.get(&number)).map(Held::client))
+    /// Clients with opens or locks of a file; a client may come more than once.
+    pub(super) fn with_something_in(&self, file: &FileIdentity) -> impl Iterator<Item = u64> {
+        let state = self.files.get(file).into_iter();
+        let numbers = state.flat_map(|state| state.opens.numbers().chain(state.holders.values().copied()));
+        numbers.filter_map(|number| self.held.get(&number)).map(Held::client)
     }
 
     fn add_holder(
@@ -725,11 +768,12 @@ impl State {
 
     /// Takes a lock from an owner.
     pub(super) fn unlock_range(&mut self, number: u64, file: &FileIdentity, range: Range) -> Result<(), Status> {
+        let origin = self.origin_of(number);
         let state = self.files.get_mut(file).expect("a file with owners of locks");
         if state.locks.len() >= LOCKS_MAX && state.locks.is_inside(number, range) {
             return Err(Status::NOSPC);
         }
-        state.locks.unlock(number, range);
+        state.change_locks(origin, |locks| locks.unlock(number, range));
         if !state.waiting.is_empty() {
             self.to_wake.insert(file.clone());
         }

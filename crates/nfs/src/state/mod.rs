@@ -25,7 +25,8 @@ pub(crate) use numbered::{Reply, Role, Turn};
 pub(crate) use ranges::Range;
 pub(crate) use waiting::Waiting;
 
-use self::clients::{Client, Grace};
+use self::clients::{Among, Client, Grace};
+use self::delegations::RecentRecalls;
 use self::files::{FileState, Held};
 use self::offloads::Offload;
 use self::quotas::{OpenFiles, RecallDelays, Usage};
@@ -33,6 +34,7 @@ use crate::file_system::OpenGuard;
 use crate::v4::callback::Notice;
 use crate::v4::session::Session;
 use crate::v4::status::Status;
+use std::cell::RefCell;
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::Arc;
 use thruway_rpc::xdr::{self, Decoder, Encoder};
@@ -211,8 +213,7 @@ pub(crate) struct State {
     /// Delegations, and those that have just been recalled.
     delegations: usize,
     recalls: Vec<u64>,
-    /// When something was recalled of which file.
-    recent: HashMap<FileIdentity, u64>,
+    recent: RecentRecalls,
     /// Copies, by number.
     offloads: HashMap<u64, Offload>,
     /// What clients hold, in all and by where they come from.
@@ -221,6 +222,8 @@ pub(crate) struct State {
     /// Open files, by number of the file system.
     open_files: HashMap<u64, OpenFiles>,
     recall_delays: HashMap<Origin, RecallDelays>,
+    /// Times before which no client of a set expires.
+    none_expired_before: RefCell<HashMap<Among, u64>>,
     /// Latest time of an operation.
     now: u64,
 }
@@ -250,12 +253,13 @@ impl State {
             notices: Vec::new(),
             delegations: 0,
             recalls: Vec::new(),
-            recent: HashMap::new(),
+            recent: RecentRecalls::default(),
             offloads: HashMap::new(),
             weight: 0,
             origins: HashMap::new(),
             open_files: HashMap::new(),
             recall_delays: HashMap::new(),
+            none_expired_before: RefCell::default(),
             now: 0,
         }
     }
@@ -303,10 +307,8 @@ impl State {
         (*epoch == self.epoch.to_be_bytes()).then(|| u64::from_be_bytes(*number.first_chunk().expect("eight bytes")))
     }
 
-    /// Locks of version 3 are kept until their client has restarted.
     fn is_expired(&self, now: u64, client: &Client) -> bool {
-        let has_no_lease = client.name.kind == Kind::Monitored && !client.held.is_empty();
-        !has_no_lease && now.saturating_sub(client.lease.renewed()) > self.lease_ms
+        client.has_lease() && now.saturating_sub(client.lease.renewed()) > self.lease_ms
     }
 
     /// Something in the way of a client is another's: whose it is decides what happens.

@@ -246,9 +246,12 @@ impl State {
     ) -> Result<(), Status> {
         let Some(number) = self.holder_of(client, owner, file) else { return Ok(()) };
         self.unlock_range(number, file, range)?;
+        let origin = self.origin_of(number);
         if let Some(state) = self.files.get_mut(file) {
             // Nobody else has had any of it since.
-            before.iter().for_each(|(is_write, range)| state.locks.lock(number, *is_write, *range));
+            state.change_locks(origin, |locks| {
+                before.iter().for_each(|(is_write, range)| locks.lock(number, *is_write, *range));
+            });
         }
         self.forget_idle_holder(client, owner, file);
         Ok(())

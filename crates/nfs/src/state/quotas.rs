@@ -2,9 +2,9 @@
 //!
 //! Resources: clients, sessions, kept replies, opens, lock owners, open files, and the time that others wait for recalled delegations.
 
-use super::clients::{Client, Kind};
+use super::clients::{Among, Client, Kind};
 use super::{
-    CLIENTS_MAX, CLIENTS_OF_HOST_MAX, FILE_HELD_MAX, FileIdentity, HELD_TOTAL_MAX, KEPT_MAX, Refused,
+    CLIENTS_MAX, CLIENTS_OF_HOST_MAX, FILE_HELD_MAX, FileIdentity, HELD_TOTAL_MAX, KEPT_MAX, LOCKS_MAX, Refused,
     SESSIONS_TOTAL_MAX, State,
 };
 use crate::v4::status::Status;
@@ -104,6 +104,10 @@ impl State {
             let opens = of_file.iter().filter(|held| matches!(held, Held::Open(_))).count();
             let locks = of_file.iter().filter(|held| matches!(held, Held::Locks(_))).count();
             assert_eq!((state.opens().len(), state.held()), (opens, opens + locks), "{file:?}");
+            state.check_locks(|holder| match &self.held[&holder] {
+                Held::Locks(holder) => holder.origin(),
+                _ => unreachable!("an owner of locks"),
+            });
         }
         let open = self.files.values().filter(|state| state.is_open()).count();
         let counted: usize = self.open_files.values().map(|files| files.all).sum();
@@ -135,22 +139,20 @@ impl State {
             self.remove_client(id);
             return Ok(());
         }
-        match self.longest_expired(now, self.with_something_of(origin)) {
-            Some(client) => Err(Refused::Expired(client)),
-            None => Err(Status::DELAY.into()),
+        match self.full(now, Among::ClientsOf(origin)) {
+            Refused::Status(_) => Err(Status::DELAY.into()),
+            expired => Err(expired),
         }
     }
 
     /// Checks the limit of sessions and the quota of a host.
     pub(super) fn check_sessions(&self, now: u64, origin: Origin) -> Result<(), Refused> {
         let all = self.sessions.len();
-        let with_sessions = |(id, client): (&u64, &Client)| (client.sessions > 0).then_some((*id, client.origin));
-        let with_sessions = self.clients.iter().filter_map(with_sessions);
         if all >= SESSIONS_TOTAL_MAX {
-            return Err(self.full(now, with_sessions.map(|(id, _)| id)));
+            return Err(self.full(now, Among::Sessions));
         }
         if !is_fair(self.usage(origin).sessions, SESSIONS_TOTAL_MAX - all) {
-            return Err(self.full(now, with_sessions.filter(|(_, of)| *of == origin).map(|(id, _)| id)));
+            return Err(self.full(now, Among::SessionsOf(origin)));
         }
         Ok(())
     }
@@ -174,22 +176,30 @@ impl State {
     /// Checks the limit for all clients and the quota of the client's host. The limit of the client itself is checked elsewhere.
     pub(super) fn check_room(&self, now: u64, client: &Client, weight: usize) -> Result<(), Refused> {
         if self.weight + weight > HELD_TOTAL_MAX {
-            return Err(self.full_of_all(now));
+            return Err(self.full(now, Among::Clients));
         }
         if !is_fair(self.usage(client.origin).weight, HELD_TOTAL_MAX - self.weight) {
-            return Err(self.full(now, self.with_something_of(client.origin)));
+            return Err(self.full(now, Among::ClientsOf(client.origin)));
         }
         Ok(())
+    }
+
+    /// Checks the quota of a host for locks of one file.
+    pub(super) fn check_locks_in_file(&self, now: u64, origin: Origin, file: &FileIdentity) -> Result<(), Refused> {
+        let Some(state) = self.files.get(file) else { return Ok(()) };
+        let free = LOCKS_MAX.saturating_sub(state.locks.len());
+        let is_free = free > 0 && is_fair(state.locks_of(origin), free);
+        if is_free { Ok(()) } else { Err(self.full(now, Among::File(file.clone()))) }
     }
 
     /// Checks the quota of a host for opens and lock owners of one file.
     pub(super) fn check_room_in_file(&self, now: u64, origin: Origin, file: &FileIdentity) -> Result<(), Refused> {
         let Some(state) = self.files.get(file) else { return Ok(()) };
         let free = FILE_HELD_MAX.saturating_sub(state.held());
-        if free > 0 && is_fair(state.held_of(origin), free) { Ok(()) } else { Err(self.full_of(now, file)) }
+        if free > 0 && is_fair(state.held_of(origin), free) { Ok(()) } else { Err(self.full(now, Among::File(file.clone()))) }
     }
 
-    fn with_something_of(&self, origin: Origin) -> impl Iterator<Item = u64> {
+    pub(super) fn with_something_of(&self, origin: Origin) -> impl Iterator<Item = u64> {
         let theirs = self.clients.iter().filter(move |(_, client)| client.origin == origin && !client.held.is_empty());
         theirs.map(|(id, _)| *id)
     }
@@ -207,7 +217,7 @@ impl State {
     pub(super) fn check_open_files(&self, now: u64, origin: Origin, file_system: u64) -> Result<(), Refused> {
         let Some(OpenFiles { max: Some(max), all, of_host }) = self.open_files.get(&file_system) else { return Ok(()) };
         let (theirs, free) = (of_host.get(&origin).copied().unwrap_or(0), max.saturating_sub(*all));
-        if is_fair(theirs, free) { Ok(()) } else { Err(self.full_of_all(now)) }
+        if is_fair(theirs, free) { Ok(()) } else { Err(self.full(now, Among::Clients)) }
     }
 
     /// Adds an open file to the counts of its file system and of this host (`is_open`), or removes it from them.

@@ -111,8 +111,14 @@ impl Locks {
     }
 
     /// Takes everything from these holders.
-    pub(super) fn release(&mut self, are_gone: impl Fn(u64) -> bool) {
+    pub(super) fn release(&mut self, mut are_gone: impl FnMut(u64) -> bool) {
         self.0.retain(|lock| !are_gone(lock.holder));
+    }
+
+    /// Owner of each lock.
+    #[cfg(test)]
+    pub(super) fn holders(&self) -> impl Iterator<Item = u64> {
+        self.0.iter().map(|lock| lock.holder)
     }
 
     /// All of them.

@@ -619,9 +619,8 @@ fn limits_are_not_held_by_those_who_are_gone() {
     // Locks, and sessions.
     let gone = client(&mut state, 3 * LEASE, "gone");
     let opened = open(&mut state, 3 * LEASE, gone, "o", 1, (READ | WRITE, 0)).unwrap();
-    for n in 0..LOCKS_MAX as u64 {
-        lock(&mut state, 3 * LEASE, gone, opened, "l", range(2 * n, 1)).unwrap();
-    }
+    let locked = (0..).take_while(|n| lock(&mut state, 3 * LEASE, gone, opened, "l", range(2 * n, 1)).is_ok()).count();
+    assert_eq!(locked, (LOCKS_MAX * 8).div_ceil(9), "the clients of one host");
     state.clients[&here].lease.renew(6 * LEASE);
     let of_here = open(&mut state, 6 * LEASE, here, "o", 1, (WRITE, 0)).unwrap();
     assert_eq!(lock(&mut state, 6 * LEASE, here, of_here, "l", range(1 << 40, 1)), Err(Refused::Expired(gone)));
@@ -1051,6 +1050,74 @@ fn a_host_that_opens_many_files_keeps_no_other_out() {
 }
 
 #[test]
+fn a_host_with_many_locks_of_a_file_leaves_room_for_others() {
+    let mut state = State::new(7, LEASE, Records::new());
+    let [a, b] =
+        ["192.0.2.1", "198.51.100.7"].map(|address| client_from(&mut state, 0, address.len(), address).unwrap());
+    let of_a = open(&mut state, 0, a, "o", 1, (READ | WRITE, 0)).unwrap();
+    let of_b = open(&mut state, 0, b, "o", 1, (READ | WRITE, 0)).unwrap();
+    let owner = lock(&mut state, 0, a, of_a, "l", range(0, 1)).unwrap().latest();
+    let locked = 1 + (1..).take_while(|n| lock(&mut state, 0, a, of_a, "l", range(2 * n, 1)).is_ok()).count();
+    assert_eq!(locked, (LOCKS_MAX * 8).div_ceil(9));
+    for n in 0..10 {
+        lock(&mut state, 0, b, of_b, "l", range((1 << 40) + 2 * n, 1)).unwrap();
+    }
+    state.check_counts();
+    // Locks that are released make room, and locks next to one another count as one.
+    state.unlock(a, owner, &file(1), range(0, 100)).unwrap();
+    state.check_counts();
+    for n in 0..4 {
+        lock(&mut state, 0, a, of_a, "l", range(2 * n + 1, 1)).unwrap();
+        state.check_counts();
+    }
+    state.close(a, of_a, &file(1)).unwrap();
+    state.check_counts();
+    assert_eq!(state.files[&file(1)].locks.len(), 10);
+}
+
+/// A refusal finds the same expired client as a scan of all clients, at any time.
+#[test]
+fn a_refusal_sees_every_client_whose_lease_has_expired() {
+    let mut state = State::new(7, LEASE, Records::new()).with_open_files([(1, 40)]);
+    let mut random = 1_u64;
+    let mut next = |below: u64| {
+        random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        (random >> 33) % below
+    };
+    let address = |n: u64| format!("10.0.0.{}", n % 4);
+    let (mut now, mut clients, mut expired) = (0, Vec::new(), 0);
+    for round in 0..4000_usize {
+        now += next(LEASE / 50);
+        let n = round as u64;
+        if clients.len() < 20
+            && let Ok(id) = client_from(&mut state, now, round, &address(n))
+        {
+            clients.push(id);
+        }
+        let client = clients[next(clients.len() as u64) as usize];
+        if next(4) > 0 {
+            state.clients[&client].lease.renew(now);
+        }
+        let live = |state: &State| !state.is_expired(now, &state.clients[&client]);
+        let scanned = state.longest_expired_of_all(now);
+        let result = state.check_opener(now, client, b"o", 1);
+        match result {
+            Err(Refused::Expired(id)) => {
+                assert_eq!(state.clients[&id].lease.renewed(), state.clients[&scanned.unwrap()].lease.renewed());
+                assert!(state.expire(now, id));
+                clients.retain(|known| *known != id);
+                expired += 1;
+            }
+            Err(refused) => assert!(scanned.is_none(), "{refused:?}, but {scanned:?} has expired"),
+            Ok(()) if live(&state) => drop(open(&mut state, now, client, "o", next(60) as u8, (READ, 0))),
+            Ok(()) => {}
+        }
+    }
+    assert!(expired > 10, "{expired}");
+    state.check_counts();
+}
+
+#[test]
 fn an_open_file_counts_for_a_host_that_has_it_open() {
     const MAX: usize = 9;
     let mut state = State::new(7, LEASE, Records::new()).with_open_files([(1, MAX)]);
@@ -1147,6 +1214,31 @@ fn others_wait_for_the_delegations_of_a_host_one_lease_time_in_ten() {
     }
     assert!(state.recall_time_left(now, Origin::of_host("198.51.100.7".parse().unwrap())) > LEASE / 2);
     state.check_counts();
+}
+
+#[test]
+fn recalls_of_one_host_do_not_keep_others_from_delegations() {
+    let mut state = State::new(7, LEASE, Records::new());
+    let [a, b] =
+        ["192.0.2.1", "198.51.100.7"].map(|address| client_from(&mut state, 0, address.len(), address).unwrap());
+    let of = |n: usize| FileIdentity { file_system: 1, file: FileId(n.to_be_bytes().into_iter().collect()) };
+    let mut recall_one = |n: usize| {
+        let (permit, how) = (GrantPermit::stored(a, false), open_as("o", (READ, 0)));
+        let (opened, _) = state.open(0, permit, how, &of(n), guard()).unwrap();
+        let delegated = Delegated { is_write: false, uid: 0, handle: Box::default(), lease: guard() };
+        let stateid = state.delegate(0, permit, &of(n), delegated)?;
+        state.recall_all(0, &of(n));
+        state.give_back(a, stateid, &of(n)).unwrap();
+        state.close(a, opened, &of(n)).unwrap();
+        Some(())
+    };
+    let recalled = (0..).take_while(|n| recall_one(*n).is_some()).count();
+    assert_eq!(recalled, (RECENT_MAX * 8).div_ceil(9));
+    open(&mut state, 0, b, "o", 1, (READ, 0)).unwrap();
+    assert!(delegate(&mut state, 0, b, 1, false).is_some());
+    // Old recalls do not count.
+    open(&mut state, RECENT_MS, a, "o", 2, (READ, 0)).unwrap();
+    assert!(delegate(&mut state, RECENT_MS, a, 2, false).is_some());
 }
 
 #[test]
