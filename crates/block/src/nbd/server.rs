@@ -131,7 +131,7 @@ impl Service {
                     let (Some(tls), Stream::Plain(plain)) = (&self.tls, stream) else {
                         return Err(invalid("TLS within TLS"));
                     };
-                    let encrypted = tls.acceptor().accept(plain).await?;
+                    let encrypted = tls.accept(plain).await?;
                     handshake.encrypted(thruway_server::tls::names(&encrypted));
                     stream = Stream::Tls(Box::new(encrypted));
                 }

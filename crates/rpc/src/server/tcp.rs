@@ -164,7 +164,7 @@ impl Service {
         encode_success(xid_of(&first), STARTTLS, &mut reply);
         send(&mut stream, reply).await?;
         let Stream::Plain(plain) = stream else { unreachable!("it has just been one") };
-        let mut stream = Stream::Tls(Box::new(tls.acceptor().accept(plain).await?));
+        let mut stream = Stream::Tls(Box::new(tls.accept(plain).await?));
         Ok(first_call(&mut stream).await?.map(|call| (stream, call)))
     }
 }
