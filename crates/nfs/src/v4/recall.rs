@@ -39,17 +39,17 @@ const AGAIN_AFTER_MAX: Duration = Duration::from_secs(2);
 pub(super) fn start(server: &Arc<Server>, number: u64) {
     let server = Arc::clone(server);
     reactor::start(async move {
-        let begin = Instant::now();
-        let Limits { after_answer, in_all } = limits(&server, number);
-        let last = begin + in_all;
-        let until = Cell::new((begin + after_answer).min(last));
-        let told = || until.set((Instant::now() + after_answer).min(last));
+        let recalled = server.state(|state, _| state.recalled(number));
+        let deadline = Deadline::new(Instant::now(), server.lease, recalled.as_ref(), thruway_fs::lease::break_time());
+        let deadline = Cell::new(deadline);
+        let told = || deadline.set(deadline.get().after_answer(Instant::now()));
         let mut given_back = std::pin::pin!(recall(&server, number, told));
-        while let Err(_elapsed) = timeout_at(until.get(), given_back.as_mut()).await {
+        while let Err(_elapsed) = timeout_at(deadline.get().until, given_back.as_mut()).await {
             let now = Instant::now();
-            if now >= until.get() {
-                match until_for_writer(&server, number, begin).filter(|later| *later > now) {
-                    Some(later) => until.set(later),
+            if now >= deadline.get().until {
+                let recalled = server.state(|state, _| state.recalled(number));
+                match recalled.and_then(|recalled| deadline.get().after_write(now, &recalled)) {
+                    Some(later) => deadline.set(later),
                     None => break,
                 }
             }
@@ -64,37 +64,43 @@ pub(super) fn start(server: &Arc<Server>, number: u64) {
     });
 }
 
-/// Time limits of a recall.
-struct Limits {
-    /// Measured from the answer of the client.
-    after_answer: Duration,
-    /// Measured from the beginning of the recall, with or without an answer.
-    in_all: Duration,
+/// Time when a recalled delegation is revoked.
+#[derive(Debug, Clone, Copy)]
+struct Deadline {
+    begin: Instant,
+    lease: Duration,
+    until: Instant,
+    /// Latest `until`, whenever the client answers.
+    last: Instant,
 }
 
-/// Limits of one lease time; less if others have already waited for delegations of the same host, or if the kernel breaks its lease
-/// sooner.
-fn limits(server: &Arc<Server>, number: u64) -> Limits {
-    let recalled = server.state(|state, _| state.recalled(number));
-    let in_all = Duration::from_millis(recalled.as_ref().map_or(0, |recalled| recalled.time_left_ms));
-    let is_write = recalled.is_some_and(|recalled| recalled.is_write);
-    match thruway_fs::lease::break_time().filter(|_| !is_write) {
-        None => Limits { after_answer: server.lease, in_all },
-        Some(time) => {
+impl Deadline {
+    /// One lease time; less if others have already waited for delegations of the same host. `break_time` is the time after which the
+    /// kernel breaks its own lease, if it has one for read delegations.
+    fn new(begin: Instant, lease: Duration, recalled: Option<&Recalled>, break_time: Option<Duration>) -> Deadline {
+        let in_all = Duration::from_millis(recalled.map_or(0, |recalled| recalled.time_left_ms));
+        let is_write = recalled.is_some_and(|recalled| recalled.is_write);
+        let in_all = match break_time.filter(|_| !is_write) {
+            None => in_all,
             // The kernel's time also begins with the recall.
-            let in_all = in_all.min(time.saturating_sub(BEFORE_BREAK).max(time / 2));
-            Limits { after_answer: server.lease, in_all }
-        }
+            Some(time) => in_all.min(time.saturating_sub(BEFORE_BREAK).max(time / 2)),
+        };
+        let last = begin + in_all;
+        Deadline { begin, lease, until: last.min(begin + lease), last }
     }
-}
 
-/// Deadline of a client that may keep a write delegation beyond its [`limits`], because data that it has not written would be lost: one
-/// lease time after its last WRITE or DELEGRETURN, but at most [`LEASES_OF_WRITER`] after the beginning of the recall. `None` for other
-/// delegations.
-fn until_for_writer(server: &Arc<Server>, number: u64, begin: Instant) -> Option<Instant> {
-    let recalled = server.state(|state, _| state.recalled(number)).filter(|recalled| recalled.is_write)?;
-    let left = server.lease.saturating_sub(Duration::from_millis(recalled.idle_ms));
-    Some((Instant::now() + left).min(begin + server.lease * LEASES_OF_WRITER))
+    /// Measured from the answer of the client to the recall.
+    fn after_answer(self, now: Instant) -> Deadline {
+        Deadline { until: (now + self.lease).min(self.last), ..self }
+    }
+
+    /// A client that has not written all its data would lose it. It may keep a write delegation for one lease time after its last WRITE
+    /// or DELEGRETURN, but for at most [`LEASES_OF_WRITER`] after the beginning of the recall. `None` if that time is over too.
+    fn after_write(self, now: Instant, recalled: &Recalled) -> Option<Deadline> {
+        let left = self.lease.saturating_sub(Duration::from_millis(recalled.idle_ms));
+        let until = (now + left).min(self.begin + self.lease * LEASES_OF_WRITER);
+        (recalled.is_write && until > now).then_some(Deadline { until, ..self })
+    }
 }
 
 /// Returns when it has been given back; says when the client knows that it is to do that.
@@ -195,5 +201,64 @@ impl Holder for Clients {
 
     fn look(&self, file: FileIdentity, client: Option<u64>) -> Op<'_, ()> {
         Box::pin(self.retry_on_conflict(move |state, now| state.recall_others(now, &file, client, false)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::state::Stateid;
+
+    const LEASE: Duration = Duration::from_secs(90);
+
+    fn recalled(is_write: bool, time_left: Duration, idle: Duration) -> Recalled {
+        let (time_left_ms, idle_ms) = (time_left.as_millis() as u64, idle.as_millis() as u64);
+        Recalled { session: None, stateid: Stateid::ANONYMOUS, handle: Box::default(), is_write, time_left_ms, idle_ms }
+    }
+
+    /// Revocation of a write delegation whose client writes for this long after the recall, in seconds after its beginning.
+    fn revoked_after(writes_for: Duration) -> Duration {
+        let begin = Instant::now();
+        let mut deadline = Deadline::new(begin, LEASE, Some(&recalled(true, LEASE, Duration::ZERO)), None);
+        deadline = deadline.after_answer(begin + Duration::from_secs(1));
+        loop {
+            let now = deadline.until;
+            let idle = now.duration_since(begin + writes_for);
+            match deadline.after_write(now, &recalled(true, Duration::ZERO, idle)) {
+                Some(later) => deadline = later,
+                None => return now - begin,
+            }
+        }
+    }
+
+    #[test]
+    fn a_client_that_writes_its_data_back_keeps_the_delegation() {
+        assert_eq!(revoked_after(Duration::ZERO), LEASE, "it writes nothing");
+        for leases in [0.5, 1.0, 3.0, 8.9] {
+            let writes_for = LEASE.mul_f64(leases);
+            assert_eq!(revoked_after(writes_for), writes_for + LEASE);
+        }
+        assert_eq!(revoked_after(LEASE * 20), LEASE * LEASES_OF_WRITER);
+    }
+
+    #[test]
+    fn a_late_answer_does_not_extend_a_recall() {
+        let begin = Instant::now();
+        let break_time = Duration::from_secs(45);
+        for (is_write, break_time, most) in
+            [(false, Some(break_time), break_time - BEFORE_BREAK), (false, None, LEASE), (true, Some(break_time), LEASE)]
+        {
+            let of = recalled(is_write, LEASE, Duration::ZERO);
+            let deadline = Deadline::new(begin, LEASE, Some(&of), break_time);
+            assert_eq!(deadline.until, begin + most);
+            for answered in [1, 30, 39] {
+                let later = deadline.after_answer(begin + Duration::from_secs(answered));
+                assert_eq!(later.until, begin + most, "{answered}");
+            }
+        }
+        // Others have already waited for delegations of this host.
+        let of = recalled(false, LEASE / 9, Duration::ZERO);
+        assert_eq!(Deadline::new(begin, LEASE, Some(&of), None).until, begin + LEASE / 9);
+        assert!(Deadline::new(begin, LEASE, Some(&of), None).after_write(begin, &of).is_none(), "nothing to write back");
     }
 }
