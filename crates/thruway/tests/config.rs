@@ -164,6 +164,7 @@ fn a_reload_reports_each_change_and_a_check_its_verdict() {
     fs::write(&keys, "nonsense").unwrap();
     let said = reload();
     assert!(said[0].starts_with("not reloaded: cannot reload the authorized keys"), "{said:?}");
+    assert!(said.iter().any(|line| line.contains("listem")), "{said:?}");
     assert!(said.last().unwrap().contains("with mistakes"), "{said:?}");
     fs::write(&keys, "").unwrap();
     let said = reload();

@@ -196,7 +196,11 @@ impl State {
     pub(super) fn check_room_in_file(&self, now: u64, origin: Origin, file: &FileIdentity) -> Result<(), Refused> {
         let Some(state) = self.files.get(file) else { return Ok(()) };
         let free = FILE_HELD_MAX.saturating_sub(state.held());
-        if free > 0 && is_fair(state.held_of(origin), free) { Ok(()) } else { Err(self.full(now, Among::File(file.clone()))) }
+        if free > 0 && is_fair(state.held_of(origin), free) {
+            Ok(())
+        } else {
+            Err(self.full(now, Among::File(file.clone())))
+        }
     }
 
     pub(super) fn with_something_of(&self, origin: Origin) -> impl Iterator<Item = u64> {

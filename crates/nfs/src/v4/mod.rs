@@ -158,6 +158,14 @@ impl Nfs4 {
         // Never that of an earlier run, whatever the clock says.
         let epoch = u32::from_be_bytes(thruway_engine::random::random::<4>());
         let grace = config.lease.max(lease_before);
+        if !before.is_empty() {
+            let (clients, seconds) = (before.len(), grace.as_secs());
+            tracing::warn!(
+                clients,
+                seconds,
+                "grace period: clients of the last run may reclaim opens and locks; new ones wait"
+            );
+        }
         let open_files = shares.iter().filter_map(|share| Some((share.files.fsid(), share.files.open_files_max()?)));
         let state = State::new(epoch, config.lease.as_millis() as u64, before)
             .with_grace_of(grace.as_millis() as u64)

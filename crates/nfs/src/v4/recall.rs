@@ -245,9 +245,11 @@ mod tests {
     fn a_late_answer_does_not_extend_a_recall() {
         let begin = Instant::now();
         let break_time = Duration::from_secs(45);
-        for (is_write, break_time, most) in
-            [(false, Some(break_time), break_time - BEFORE_BREAK), (false, None, LEASE), (true, Some(break_time), LEASE)]
-        {
+        for (is_write, break_time, most) in [
+            (false, Some(break_time), break_time - BEFORE_BREAK),
+            (false, None, LEASE),
+            (true, Some(break_time), LEASE),
+        ] {
             let of = recalled(is_write, LEASE, Duration::ZERO);
             let deadline = Deadline::new(begin, LEASE, Some(&of), break_time);
             assert_eq!(deadline.until, begin + most);
@@ -259,6 +261,9 @@ mod tests {
         // Others have already waited for delegations of this host.
         let of = recalled(false, LEASE / 9, Duration::ZERO);
         assert_eq!(Deadline::new(begin, LEASE, Some(&of), None).until, begin + LEASE / 9);
-        assert!(Deadline::new(begin, LEASE, Some(&of), None).after_write(begin, &of).is_none(), "nothing to write back");
+        assert!(
+            Deadline::new(begin, LEASE, Some(&of), None).after_write(begin, &of).is_none(),
+            "nothing to write back"
+        );
     }
 }

@@ -373,11 +373,11 @@ fn supervise(
 /// Reloads the services. Reports applied changes, changes that need a restart, and mistakes. `started` is the
 /// configuration file and its content at the start of the daemon.
 fn reload(services: &[Box<dyn Service>], started: &mut Option<(&Path, config::File)>) {
-    let mut wrong = false;
+    let mut reported = Vec::new();
     for service in services {
         if let Err(error) = guarded(|| service.reload().map_err(|e| e.to_string())).flatten() {
             thruway_cli::say_error!("thruway serve: not reloaded: {error}");
-            wrong = true;
+            reported.push(error);
         }
     }
     if let Some((path, earlier)) = started {
@@ -392,15 +392,16 @@ fn reload(services: &[Box<dyn Service>], started: &mut Option<(&Path, config::Fi
                 }
             }
             Err(mistakes) => {
-                // The file service reads the file too, and has reported its mistakes.
-                if !wrong {
+                let mistakes = mistakes.to_string();
+                // The file service reads the file too.
+                if !reported.iter().any(|error| error.contains(&mistakes)) {
                     thruway_cli::say_error!("thruway serve: not reloaded: {mistakes}");
+                    reported.push(mistakes);
                 }
-                wrong = true;
             }
         }
     }
-    let end = if wrong { "with mistakes; items that were not reloaded are unchanged" } else { "done" };
+    let end = if !reported.is_empty() { "with mistakes; items that were not reloaded are unchanged" } else { "done" };
     thruway_cli::say_error!("thruway serve: reload {end}");
 }
 
