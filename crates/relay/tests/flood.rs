@@ -14,10 +14,10 @@ const FLOODS: usize = 4;
 const CLIENTS: usize = 4;
 /// Connections of all clients.
 const CALLS: usize = 10_000;
-/// Interval at which a flood looks whether it is to stop.
+/// Interval at which a flood checks its stop flag.
 const POLL: Duration = Duration::from_millis(50);
 
-/// Starts a relay at a port that is free, in a thread that ends with the process.
+/// Starts a relay at a free port, in a thread that ends with the process.
 fn start(board: &std::path::Path) -> u16 {
     loop {
         // Also the port behind it is used, for data.
@@ -45,7 +45,7 @@ fn start(board: &std::path::Path) -> u16 {
     }
 }
 
-/// Sends messages to the relay of a port, as a process of this host, until it is to stop.
+/// Sends messages to the relay of a port, as a process of this host, until `stop` is set.
 fn flood_as_process(port: u16, stop: &AtomicBool) {
     let socket =
         rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
@@ -60,7 +60,7 @@ fn flood_as_process(port: u16, stop: &AtomicBool) {
     }
 }
 
-/// Connects to the port for other relays again and again, and says nothing.
+/// Opens connections to the port for other relays until `stop` is set. Sends nothing.
 fn flood_as_relay(port: u16, stop: &AtomicBool) {
     while !stop.load(Ordering::Relaxed) {
         drop(TcpStream::connect((Ipv4Addr::LOCALHOST, port)));

@@ -1,8 +1,8 @@
 //! Time slices of a reactor, which hosts share equally.
 //!
 //! Tasks of a reactor run in turn. A host with hundreds of connections and calls has hundreds of tasks, and would get hundreds of
-//! times the processor time of a host with one. Therefore tasks count their work for the host that they work for ([`caller`]). When a
-//! host has spent its slice, its tasks wait for the next round of the reactor. In each round, every host gets one slice.
+//! times the processor time of a host with one. Therefore each task counts its work for its host ([`caller`]). When a host has spent
+//! its slice, its tasks wait for the next round of the reactor. In each round, every host gets one slice.
 
 use crate::caller;
 use std::cell::RefCell;
@@ -20,7 +20,7 @@ pub const UNIT_BYTES: usize = 4 << 10;
 /// Waiting tasks of one host that continue in one round. Each does at least one unit.
 const TASKS_OF_ROUND: usize = 8;
 
-/// Hosts whose work is counted. Beyond that, hosts without waiting tasks are dropped from the table.
+/// Most hosts with counts. Beyond that, hosts without waiting tasks are dropped from the table.
 const HOSTS_MAX: usize = 1024;
 
 thread_local! {
@@ -95,7 +95,7 @@ impl Rounds {
             while continued < TASKS_OF_ROUND
                 && let Some(give) = entry.waiting.pop_front()
             {
-                // The task may have ended meanwhile.
+                // Fails if the task has ended.
                 continued += usize::from(give.send(()).is_ok());
             }
             if !entry.waiting.is_empty() {
@@ -209,7 +209,7 @@ mod tests {
         });
     }
 
-    /// Every task of a host continues, in the order in which they began to wait, whatever new work the host has.
+    /// Tasks of a host continue in the order of their waits, before new work of the host.
     #[test]
     fn waiting_tasks_go_before_new_ones() {
         on_reactor(|| async {

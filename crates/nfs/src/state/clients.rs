@@ -263,9 +263,9 @@ impl State {
         self.clients.iter().filter(|(_, client)| !client.held.is_empty()).map(|(id, _)| *id)
     }
 
-    /// Refusal because these clients leave no room: the one whose lease has expired first gives way, if there is one.
+    /// Refusal because these clients leave no room. If a lease has expired, names the client of the oldest one.
     ///
-    /// No client of the set can expire before the first lease ends, so the time of the scan is not spent again until then.
+    /// No client of the set can expire before the first lease ends, so the set is not scanned again until then.
     pub(super) fn full(&self, now: u64, among: Among) -> Refused {
         let mut none_before = self.none_expired_before.borrow_mut();
         if none_before.get(&among).is_some_and(|time| now <= *time) {

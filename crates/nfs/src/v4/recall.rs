@@ -216,7 +216,7 @@ mod tests {
         Recalled { session: None, stateid: Stateid::ANONYMOUS, handle: Box::default(), is_write, time_left_ms, idle_ms }
     }
 
-    /// Revocation of a write delegation whose client writes for this long after the recall, in seconds after its beginning.
+    /// Time from the beginning of a recall to the revocation, for a client that writes for `writes_for`.
     fn revoked_after(writes_for: Duration) -> Duration {
         let begin = Instant::now();
         let mut deadline = Deadline::new(begin, LEASE, Some(&recalled(true, LEASE, Duration::ZERO)), None);
