@@ -49,7 +49,9 @@ print(client.create(client.handle(b"d"), b"f")[2].hex())
     let handle = python(&daemon.at("nfs"), &format!("{ALICE}{script}"), &[]);
     kill(daemon);
     let log = lab.path("log");
-    let daemon = serve_by(Command::new(THRUWAY).stderr(Stdio::from(fs::File::create(&log).unwrap())), &lab, "", "30");
+    let mut command = Command::new(THRUWAY);
+    command.env("THRUWAY_LOG", "info").stderr(Stdio::from(fs::File::create(&log).unwrap()));
+    let daemon = serve_by(&mut command, &lab, "", "30");
     assert!(fs::read_to_string(&log).unwrap().contains("grace period: clients of the last run may reclaim"));
     let script = r#"
 JUKEBOX = 10008

@@ -160,7 +160,7 @@ impl Nfs4 {
         let grace = config.lease.max(lease_before);
         if !before.is_empty() {
             let (clients, seconds) = (before.len(), grace.as_secs());
-            tracing::warn!(
+            tracing::info!(
                 clients,
                 seconds,
                 "grace period: clients of the last run may reclaim opens and locks; new ones wait"
