@@ -31,11 +31,14 @@ pub fn largest_turn() -> Turn {
     Turn { messages, bytes }
 }
 
+/// Units of work that a connection counts for its host at once: counting each of them would cost as much as a short call.
+const UNITS_AT_ONCE: usize = 8;
+
 /// Budget of one connection.
 #[derive(Debug, Default)]
 pub struct Budget {
     turn: Turn,
-    /// Received bytes that do not count for the host yet.
+    /// Work that does not count for the host yet, in bytes; a message counts as [`slices::UNIT_BYTES`].
     uncounted: usize,
 }
 
@@ -47,7 +50,8 @@ impl Budget {
             tokio::task::yield_now().await;
         }
         self.turn.messages += 1;
-        slices::begin(1).await;
+        self.uncounted += slices::UNIT_BYTES;
+        self.count().await;
     }
 
     /// Number of bytes that may be received now, at least one. If the budget is spent, first yields.
@@ -56,12 +60,17 @@ impl Budget {
             self.end_turn();
             tokio::task::yield_now().await;
         }
-        if self.uncounted >= slices::UNIT_BYTES {
-            let units = self.uncounted / slices::UNIT_BYTES;
+        self.count().await;
+        BYTES_MAX - self.turn.bytes
+    }
+
+    /// Counts work for the host.
+    async fn count(&mut self) {
+        let units = self.uncounted / slices::UNIT_BYTES;
+        if units >= UNITS_AT_ONCE {
             self.uncounted %= slices::UNIT_BYTES;
             slices::begin(units).await;
         }
-        BYTES_MAX - self.turn.bytes
     }
 
     /// Counts bytes that have been received: at most as many as [`Budget::bytes_left`] returned.

@@ -5,24 +5,25 @@ use tokio::sync::Notify;
 
 /// A flag that is set once.
 #[derive(Default)]
-pub(crate) struct Flag {
+pub struct Flag {
     is_set: Cell<bool>,
     changed: Notify,
 }
 
 impl Flag {
     /// Sets it and wakes those that wait for it.
-    pub(crate) fn set(&self) {
+    pub fn set(&self) {
         self.is_set.set(true);
         self.changed.notify_waiters();
     }
 
-    pub(crate) fn is_set(&self) -> bool {
+    /// True once it is set.
+    pub fn is_set(&self) -> bool {
         self.is_set.get()
     }
 
     /// Resolves when it is set.
-    pub(crate) async fn wait(&self) {
+    pub async fn wait(&self) {
         loop {
             let notified = self.changed.notified();
             tokio::pin!(notified);

@@ -44,6 +44,7 @@ pub use acceptor::Acceptor;
 pub use budget::Budget;
 pub use buffers::Buffers;
 pub use connection_limit::Permit;
+pub use flag::Flag;
 pub use listener::{Address, ListenError, Listener, Socket};
 pub use message::{Body, Message};
 pub use reader::{Peer, Reader};

@@ -4,6 +4,7 @@ use crate::flag::Flag;
 use crate::{Message, Writer};
 use std::cell::{Cell, RefCell};
 use std::io;
+use std::rc::Rc;
 use tokio::sync::Notify;
 
 /// Bytes of the messages' own memory that may be unsent before [`SendQueue::room`] waits.
@@ -18,7 +19,7 @@ pub struct SendQueue {
     ready: Notify,
     sent: Notify,
     closing: Cell<bool>,
-    broken: Flag,
+    broken: Rc<Flag>,
 }
 
 impl SendQueue {
@@ -52,9 +53,9 @@ impl SendQueue {
         self.ready.notify_one();
     }
 
-    /// True if the queue has failed.
-    pub fn is_broken(&self) -> bool {
-        self.broken.is_set()
+    /// Flag that is set when the queue has failed.
+    pub fn failure(&self) -> Rc<Flag> {
+        Rc::clone(&self.broken)
     }
 
     /// Resolves when the queue has failed.

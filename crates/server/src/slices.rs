@@ -12,7 +12,7 @@ use thruway_tcp::Origin;
 use tokio::sync::oneshot;
 
 /// Units of work of one host in one round. A unit is a received message, 4 KiB of received data, or an operation of a call.
-pub const SLICE: usize = 64;
+pub const SLICE: usize = 256;
 
 /// Bytes of received data that count as a unit.
 pub const UNIT_BYTES: usize = 4 << 10;
@@ -30,6 +30,8 @@ thread_local! {
 #[derive(Default)]
 struct Rounds {
     hosts: HashMap<Origin, Host>,
+    /// The host whose work was counted last; not in `hosts`.
+    recent: Option<(Origin, Host)>,
     /// Hosts with waiting tasks, the next one first.
     order: VecDeque<Origin>,
     /// Number of the round.
@@ -56,35 +58,42 @@ enum Work {
 }
 
 impl Rounds {
+    fn host(&mut self, host: Origin) -> &mut Host {
+        if self.recent.as_ref().is_none_or(|(recent, _)| *recent != host) {
+            self.put_back();
+            self.recent = Some((host, self.hosts.remove(&host).unwrap_or_default()));
+        }
+        let (_, entry) = self.recent.as_mut().expect("set above");
+        if entry.round != self.number {
+            (entry.round, entry.spent) = (self.number, 0);
+        }
+        entry
+    }
+
+    fn put_back(&mut self) {
+        self.hosts.extend(self.recent.take());
+    }
+
     /// Counts work of a host, or returns a wait for its next slice.
     fn spend(&mut self, host: Origin, work: Work, units: usize) -> Option<oneshot::Receiver<()>> {
-        let number = self.number;
-        let entry = self.hosts.entry(host).or_default();
-        if entry.round != number {
-            (entry.round, entry.spent) = (number, 0);
-        }
+        let entry = self.host(host);
         if entry.spent < SLICE && (work == Work::Continued || entry.waiting.is_empty()) {
             entry.spent += units;
             return None;
         }
         let (give, slice) = oneshot::channel();
-        if entry.waiting.is_empty() {
+        let is_first = entry.waiting.is_empty();
+        entry.waiting.push_back(give);
+        if is_first {
             self.order.push_back(host);
         }
-        entry.waiting.push_back(give);
         Some(slice)
-    }
-
-    /// Counts work of a host that has waited for its slice.
-    fn charge(&mut self, host: Origin, units: usize) {
-        if let Some(entry) = self.hosts.get_mut(&host) {
-            entry.spent += units;
-        }
     }
 
     /// Begins a round. False if no task waits.
     fn begin(&mut self) -> bool {
         self.number += 1;
+        self.put_back();
         if self.hosts.len() > HOSTS_MAX {
             self.hosts.retain(|_, host| !host.waiting.is_empty());
         }
@@ -131,7 +140,7 @@ async fn spend_as(work: Work, units: usize) {
     }
     // Fails only when the reactor ends.
     let _ = slice.await;
-    ROUNDS.with_borrow_mut(|rounds| rounds.charge(host, units));
+    ROUNDS.with_borrow_mut(|rounds| rounds.host(host).spent += units);
 }
 
 /// Begins rounds until no task waits. Between two rounds, all tasks that are ready run.

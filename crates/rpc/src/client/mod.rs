@@ -81,7 +81,7 @@ struct Running {
 /// What calls go by.
 enum Link {
     Stream(SendQueue),
-    Rdma(Rdma),
+    Rdma(Box<Rdma>),
 }
 
 /// Arguments of a call, and how long its results may be, which is to be known beforehand over RDMA.
@@ -210,7 +210,7 @@ impl Client {
     pub async fn connect_rdma(server: SocketAddr, timeout: Duration, options: &RdmaOptions) -> io::Result<Client> {
         let connecting = tokio::time::timeout(timeout, Rdma::connect(server, options)).await;
         let (rdma, mut messages) = connecting.map_err(|_| io::ErrorKind::TimedOut)??;
-        let shared = Shared::new(Link::Rdma(rdma), timeout);
+        let shared = Shared::new(Link::Rdma(Box::new(rdma)), timeout);
         let receiver = Rc::clone(&shared);
         let reader = tokio::task::spawn_local(async move {
             let error = loop {

@@ -25,12 +25,12 @@ use std::pin::Pin;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::task::Poll;
+use std::task::{Context, Poll};
 use std::time::Duration;
 use thruway_engine::digest::{DIGEST_LEN, Xxh3Pieces};
 use thruway_engine::pipes::Pipes;
 use thruway_gss::Acceptor as GssAcceptor;
-use thruway_server::{Acceptor, Address, Buffers, Peer, caller, panics, slices};
+use thruway_server::{Acceptor, Address, Buffers, Flag, Peer, caller, panics};
 use thruway_tcp::Origin;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
@@ -196,6 +196,8 @@ pub struct Connection {
     pub back: Option<BackChannel>,
     /// There should be TLS and is not: only programs that need none are called.
     pub(crate) lacks_tls: bool,
+    /// Set when nothing can be sent to the client any more.
+    pub(crate) lost: Option<Rc<Flag>>,
     /// Tells whether the client has closed it.
     pub(crate) other_end: Option<Peer>,
     /// Something has been refused because of who the client is.
@@ -223,6 +225,7 @@ impl Connection {
             buffers: Buffers::new(BULK_MAX),
             back: None,
             lacks_tls: false,
+            lost: None,
             other_end: None,
             is_refused: Cell::new(false),
             long_replies: Arc::new(Semaphore::new(LONG_REPLIES_MAX)),
@@ -292,7 +295,7 @@ pub struct Call {
     /// It could not be learnt now.
     pub user_is_unavailable: Cell<bool>,
     /// True from [`Call::begin_change`] on.
-    has_changed: Rc<Cell<bool>>,
+    has_changed: Cell<bool>,
     /// Held until its reply is on its way, if that is long.
     long_reply: OnceCell<OwnedSemaphorePermit>,
     message: Vec<u8>,
@@ -374,6 +377,34 @@ impl Call {
         let has_any = !bulk.is_empty();
         self.bulk.set(bulk);
         has_any
+    }
+}
+
+/// The answer to a call of a connection. When the connection is lost, a call that has changed nothing ends at once: nobody waits for its
+/// reply.
+struct UnlessLost<'a> {
+    call: &'a Call,
+    answer: Answer<'a>,
+    /// Wait for the loss of the connection, from the first wait of the call on.
+    lost: Option<Pin<Box<dyn Future<Output = ()> + 'a>>>,
+}
+
+impl Future for UnlessLost<'_> {
+    type Output = Outcome;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Outcome> {
+        let call = self.call;
+        let Some(lost) = call.connection.lost.as_deref() else { return self.answer.as_mut().poll(cx) };
+        if !call.has_changed.get() && lost.is_set() {
+            return Poll::Ready(Outcome::NoReply);
+        }
+        match self.answer.as_mut().poll(cx) {
+            Poll::Pending if !call.has_changed.get() => {
+                let wait = self.lost.get_or_insert_with(|| Box::pin(lost.wait()));
+                wait.as_mut().poll(cx).map(|()| Outcome::NoReply)
+            }
+            answered => answered,
+        }
     }
 }
 
@@ -521,7 +552,7 @@ impl Programs {
             connection,
             user: OnceCell::new(),
             user_is_unavailable: Cell::new(false),
-            has_changed: Rc::default(),
+            has_changed: Cell::new(false),
             long_reply: OnceCell::new(),
             message,
             arguments,
@@ -534,29 +565,6 @@ impl Programs {
 }
 
 impl Programs {
-    /// As [`Programs::answer`], for a call of a connection. When the connection is lost, a call that has changed nothing ends at once:
-    /// nobody waits for its reply.
-    pub(crate) async fn answer_unless_lost(
-        &self,
-        call: &mut Call,
-        program: &dyn Program,
-        is_lost: impl Fn() -> bool,
-        lost: impl Future<Output = ()>,
-    ) -> Option<Encoder> {
-        let has_changed = Rc::clone(&call.has_changed);
-        let (mut answer, mut lost) = (std::pin::pin!(self.answer(call, program)), std::pin::pin!(lost));
-        std::future::poll_fn(|cx| {
-            if !has_changed.get() && is_lost() {
-                return Poll::Ready(None);
-            }
-            match answer.as_mut().poll(cx) {
-                Poll::Pending if !has_changed.get() => lost.as_mut().poll(cx).map(|()| None),
-                answered => answered,
-            }
-        })
-        .await
-    }
-
     /// Answers a call, even if what does it panics; `None` if there is to be no reply.
     pub(crate) async fn answer(&self, call: &mut Call, program: &dyn Program) -> Option<Encoder> {
         let protection = match (call.unchecked.take(), &self.0.gss) {
@@ -602,13 +610,10 @@ impl Programs {
         let mut results = Encoder::new();
         encode_success(call.xid, OpaqueAuth::NONE, &mut results);
         let caller = call.connection.origin();
-        let answer = async {
-            slices::spend(1).await;
-            if !program.announces_changes() {
-                call.begin_change();
-            }
-            program.call(call, results).await
-        };
+        if !program.announces_changes() {
+            call.begin_change();
+        }
+        let answer = UnlessLost { call, answer: program.call(call, results), lost: None };
         let answer = async { Ok(caller::on_behalf_of(caller, answer).await) };
         let reply = match panics::catch(answer).await {
             Ok(Outcome::Results(results)) => Some(results),

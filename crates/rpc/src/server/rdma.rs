@@ -128,6 +128,7 @@ impl Service {
         let message_max = MESSAGE_MAX.min(client.receive_size as usize);
         let (back, back_calls) = BackChannel::new();
         let mut connection = Connection::new(Some(peer), Transport::Rdma, false, Vec::new());
+        connection.lost = Some(channel.failure());
         connection.back = (message_max >= BACK_MESSAGE_MIN).then_some(back);
         let lent = match self.design {
             Design::ReadWrite => None,
@@ -291,10 +292,7 @@ impl Served {
         match received {
             Ok(Some(received)) if received.xid() != xid => self.error(xid, Procedure::ErrorChunk),
             Ok(Some(Received::Call(mut call, program))) => {
-                let channel = &self.channel;
-                let answer =
-                    self.programs.answer_unless_lost(&mut call, &*program, || channel.is_broken(), channel.broken());
-                let reply = answer.await;
+                let reply = self.programs.answer(&mut call, &*program).await;
                 // What it held is free for others before its reply is sent, but for the place of a long one.
                 let long_reply = call.into_long_reply();
                 if let Some(reply) = reply {

@@ -122,12 +122,13 @@ impl Service {
         let lacks_tls = self.tls_required && transport == Transport::Tcp;
         let (back, back_calls) = BackChannel::new();
         let connection = Connection::new(peer, transport, writer.can_lend(), names);
-        let connection =
-            Rc::new(Connection { local, lacks_tls, back: Some(back), other_end: Some(reader.peer()), ..connection });
+        let replies = SendQueue::default();
+        let (other_end, lost) = (Some(reader.peer()), Some(replies.failure()));
+        let connection = Rc::new(Connection { local, lacks_tls, back: Some(back), other_end, lost, ..connection });
         let served = Served {
             programs: self.programs.clone(),
             connection,
-            replies: SendQueue::default(),
+            replies,
             bulk: Buffers::new(BULK_MAX),
             calls: Arc::new(Semaphore::new(CALLS_MAX)),
             long_calls: Arc::new(Semaphore::new(LONG_CALLS_MAX)),
@@ -383,10 +384,7 @@ impl Served {
         let turn = Arc::clone(&self.calls).acquire_owned().await.expect("the semaphore is never closed");
         let (this, long) = (Rc::clone(self), record.long);
         reactor::start(async move {
-            let replies = &this.replies;
-            let answer =
-                this.programs.answer_unless_lost(&mut call, &*program, || replies.is_broken(), replies.broken());
-            if let Some(reply) = answer.await {
+            if let Some(reply) = this.programs.answer(&mut call, &*program).await {
                 this.push(reply);
             }
             if let Some(long_reply) = call.into_long_reply() {

@@ -74,7 +74,7 @@ pub struct Channel {
     /// Told when some of the backlog has found slots.
     sent: Notify,
     closing: Cell<bool>,
-    broken: Flag,
+    broken: Rc<Flag>,
 }
 
 /// The messages that the peer has sent, in their order.
@@ -224,6 +224,11 @@ impl Channel {
     pub async fn broken(&self) {
         self.broken.wait().await;
     }
+
+    /// Flag that is set when the channel has failed, or its connection has ended.
+    pub fn failure(&self) -> Rc<Flag> {
+        Rc::clone(&self.broken)
+    }
 }
 
 /// A queue pair that is not connected yet, and what belongs to it.
@@ -269,7 +274,7 @@ impl New {
             work: Notify::new(),
             sent: Notify::new(),
             closing: Cell::new(false),
-            broken: Flag::default(),
+            broken: Rc::default(),
         });
         let (arrived, received) = mpsc::unbounded_channel();
         let end = End {
