@@ -1,71 +1,5 @@
 """Cases of the table of operations and errors (`conformance.toml`). Each returns the status of the operation under test."""
-from client import *
-
-CASES = {}
-
-
-def case(function):
-    CASES[function.__name__] = function
-    return function
-
-
-class Lab:
-    """A client of a minor version, with its own directory on a share."""
-
-    def __init__(self, at, minor, share, name):
-        self.at, self.minor = at, minor
-        self.client = self.connect(name)
-        assert self.client.status == OK, self.client.status
-        root = self.client.handle(share)
-        make = words(6, 2) + opaque(name) + words(2, 0, 2) + opaque(words(0o777))
-        status, _ = self.client.run(words(22) + opaque(root), make)
-        assert status == OK, status
-        self.dir = self.client.handle(share, name)
-
-    def connect(self, name, **who):
-        kind = Client40 if self.minor == 0 else Client
-        return kind(self.at, name, minor=self.minor, **who)
-
-    def make(self, name=b"f", **how):
-        """Creates and opens a file. Returns its stateid and its handle."""
-        status, stateid, handle, _ = self.client.create(self.dir, name, **how)
-        assert status == OK, status
-        return stateid, handle
-
-    def put(self, name=b"f"):
-        """Creates a file and closes it. Returns its handle."""
-        stateid, handle = self.make(name, owner=b"maker")
-        assert self.client.close(handle, stateid, owner=b"maker") == OK
-        return handle
-
-    def special(self, kind, name=b"s"):
-        """Creates an entry of another type than a file. Returns its handle."""
-        more = {2: b"", 5: opaque(b"target"), 7: b"", 6: b""}[kind]
-        status, _ = self.in_dir(words(6, kind) + more + opaque(name) + words(0, 0))
-        assert status == OK, status
-        return self.find(name)
-
-    def in_dir(self, *operations):
-        return self.client.run(words(22) + opaque(self.dir), *operations)
-
-    def on(self, handle, *operations):
-        return self.client.run(words(22) + opaque(handle), *operations)[0]
-
-    def find(self, name):
-        status, reply = self.in_dir(words(15) + opaque(name), words(10))
-        assert status == OK, status
-        reply.fixed(8 + 8 + 8)
-        return reply.opaque()
-
-    def change(self):
-        return self.client.attributes(self.dir, 3)[1].u64()
-
-
-def bits(*numbers, count=3):
-    return words(count, *(sum(1 << n - 32 * w for n in numbers if n // 32 == w) for w in range(count)))
-
-
-WRITE_ONLY = 48
+from cases.lab import *
 
 
 @case
@@ -917,7 +851,4 @@ def write_of_a_symbolic_link(lab):
 
 
 if __name__ == "__main__":
-    at, share, minor = sys.argv[1], sys.argv[2].encode(), int(sys.argv[3])
-    for name in sys.argv[4:]:
-        status = CASES[name](Lab(at, minor, share, b"%s %d %s" % (share, minor, name.encode())))
-        print(name, status, flush=True)
+    run(sys.argv[4:])
