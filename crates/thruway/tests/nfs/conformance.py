@@ -851,4 +851,6 @@ def write_of_a_symbolic_link(lab):
 
 
 if __name__ == "__main__":
+    import cases.names
+
     run(sys.argv[4:])
