@@ -277,8 +277,12 @@ impl<'a> Compound<'a> {
         const AROUND: usize = 8 + 8;
         let (cookie, verifier, _names, bytes) = (d.u64()?, d.u64()?, d.u32()?, d.u32()?);
         let wanted = attributes::get_readable(d)?;
-        // Cookies do not depend on when the directory was changed: every verifier is 0. Two are reserved.
-        if verifier != 0 || cookie == 1 || cookie == 2 {
+        // Cookies survive changes of the directory, so every verifier is 0 (RFC 8881, section 18.23.3).
+        if verifier != 0 && cookie != 0 {
+            return Err(Status::NOT_SAME.into());
+        }
+        // Reserved for the two entries that are never listed.
+        if cookie == 1 || cookie == 2 {
             return Err(Status::BAD_COOKIE.into());
         }
         let bytes = (bytes as usize).min(BULK_MAX);

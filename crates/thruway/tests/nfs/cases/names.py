@@ -502,6 +502,13 @@ def readdir_with_the_other_reserved_cookie(lab):
 
 
 @case
+def readdir_with_another_verifier(lab):
+    lab.put()
+    cookie = listing(lab, lab.dir)[1]
+    return lab.on(lab.dir, readdir_op(cookie, verifier=b"verifier"))
+
+
+@case
 def readdir_without_room_for_an_entry(lab):
     lab.put(b"n" * 200)
     return lab.on(lab.dir, readdir_op(room=100))
