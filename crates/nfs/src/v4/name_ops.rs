@@ -406,10 +406,10 @@ impl<'a> Compound<'a> {
     }
 
     pub(super) async fn read_link(&mut self, out: &mut Encoder) -> Done {
-        let target = self.target()?;
+        let wrong_type = if self.minor == 0 { Status::INVAL } else { Status::WRONG_TYPE };
+        let Object::File(target) = self.object()? else { return Err(wrong_type.into()) };
         let to = target.share.files.read_link(&target.file).await;
-        let to = to
-            .map_err(|error| if error == Errno::INVAL && self.minor > 0 { Status::WRONG_TYPE } else { error.into() })?;
+        let to = to.map_err(|error| if error == Errno::INVAL { wrong_type } else { error.into() })?;
         out.bulk(Body::Bytes(to));
         Ok(())
     }

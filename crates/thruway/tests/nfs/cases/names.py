@@ -464,6 +464,11 @@ def readlink_of_a_fifo(lab):
 
 
 @case
+def readlink_of_the_root(lab):
+    return lab.client.run(words(24), words(27))[0]
+
+
+@case
 def readlink_of_a_removed_link(lab):
     return lab.on(lab.removed(5), words(27))
 
