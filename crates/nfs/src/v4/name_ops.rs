@@ -6,7 +6,7 @@ use super::compound::{Compound, Done, Failure, Object, fsid, get_name, put_chang
 use super::status::Status;
 use crate::acl::{Ace, from_aces};
 use crate::delegations::Change;
-use crate::file_system::{Attributes, Entry, Kind, Make, Rights, Room, SetAttributes, Usage};
+use crate::file_system::{Attributes, Entry, Kind, Make, Rights, Room, Usage};
 use crate::share::{HandleError, Target};
 use crate::state::Stateid;
 use crate::users::Unavailable;
@@ -434,11 +434,13 @@ impl<'a> Compound<'a> {
         }
         let name = get_name(d)?;
         let wanted = self.get_wanted(d).await?;
-        let dir = self.writable()?.clone();
         // A directory, a device or a link has no size that could be set.
-        let set = SetAttributes { size: None, ..wanted.set };
+        if wanted.set.size.is_some() {
+            return Err(Status::INVAL.into());
+        }
+        let dir = self.writable()?.clone();
         let before = dir.attributes().await;
-        let (file, _) = dir.share.files.make(&dir.who, &dir.file, name, what, set).await?;
+        let (file, _) = dir.share.files.make(&dir.who, &dir.file, name, what, wanted.set).await?;
         put_change_info(out, before.as_ref(), dir.attributes().await.as_ref());
         wanted.which.encode(out);
         self.set_current(Object::File(Target { file, ..dir }))

@@ -142,6 +142,11 @@ def create_with_an_invalid_mode(lab):
 
 
 @case
+def create_with_a_size(lab):
+    return lab.in_dir(mkdir_op(b"d", values=long(0), numbers=[SIZE]))[0]
+
+
+@case
 def create_without_the_right(lab):
     return lab.client.run(fh(lab.mkdir(mode=0o755)), mkdir_op(b"d"), uid=7, gid=7)[0]
 
