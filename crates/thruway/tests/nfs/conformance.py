@@ -851,6 +851,7 @@ def write_of_a_symbolic_link(lab):
 
 
 if __name__ == "__main__":
+    import cases.data
     import cases.names
 
     run(sys.argv[4:])
