@@ -3,7 +3,7 @@
 use super::compound::{Compound, Done, Failure, Object, user};
 use super::name_ops::Access;
 use super::status::Status;
-use crate::file_system::{Allocate, Kind, Seek, Stability};
+use crate::file_system::{Allocate, Attributes, Kind, Seek, Stability};
 use crate::share::Target;
 use crate::state::Stateid;
 use rustix::io::Errno;
@@ -36,6 +36,19 @@ impl Compound<'_> {
             Some(Kind::Regular | Kind::Directory) | None => done,
             Some(_) => Err(Status::WRONG_TYPE.into()),
         }
+    }
+
+    /// Attributes of a regular file. Other types fail with the error of their type (RFC 8881, section 18.22.3; RFC 7530, section 16.23.4).
+    pub(super) async fn regular(&self, target: &Target<'_>) -> Done<Attributes> {
+        let attributes = target.share.files.attributes(&target.file).await?;
+        Err(match (attributes.kind, self.minor) {
+            (Kind::Regular, _) => return Ok(attributes),
+            (Kind::Directory, _) => Status::ISDIR,
+            (_, 0) => Status::INVAL,
+            (Kind::SymbolicLink, _) => Status::SYMLINK,
+            _ => Status::WRONG_TYPE,
+        }
+        .into())
     }
 
     /// Memory of the connection, if the compound has none of it yet: none waits for what another has.
@@ -126,7 +139,7 @@ impl Compound<'_> {
         let target = self.target()?;
         let access = self.is_open(target, stateid, false).await?;
         let (files, user) = (&target.share.files, user(target, access.is_open));
-        let size = files.attributes(&target.file).await?.size;
+        let size = self.regular(target).await?.size;
         if at >= size {
             return Err(Errno::NXIO.into());
         }
@@ -149,6 +162,7 @@ impl Compound<'_> {
         let (stateid, at, len) = (self.get_stateid(d)?, d.u64()?, d.u64()?);
         let target = self.writable()?;
         let access = self.is_open(target, stateid, true).await?;
+        self.regular(target).await?;
         check_range(at, len)?;
         if len == 0 {
             return Err(Status::INVAL.into());

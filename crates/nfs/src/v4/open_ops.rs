@@ -6,7 +6,7 @@ use super::compound::{Compound, Done, Failure, Object, get_name, put_change_info
 use super::recall;
 use super::status::Status;
 use crate::delegations::Delegate;
-use crate::file_system::{Attributes, Kind, Make, OpenGuard, Rights, SetAttributes, SetTime, exclusive_times};
+use crate::file_system::{Attributes, Make, OpenGuard, Rights, SetAttributes, SetTime, exclusive_times};
 use crate::share::Target;
 use crate::state::{
     Delegated, GrantPermit, LockRequest, Modes, OpenAs, Owner, READ, Range, Refused, Role, State, Stateid, Turn, WRITE,
@@ -505,25 +505,11 @@ impl<'a> Compound<'a> {
     pub(super) async fn test_lock(&mut self, d: &mut Decoder<'_>) -> Done {
         let ((is_write, _), range, (client, owner)) = (Self::get_lock_type(d)?, Self::get_range(d)?, get_owner(d)?);
         let (client, file) = (self.client_that_says(client)?, self.target()?.key());
-        self.check_lockable().await?;
+        self.regular(self.target()?).await?;
         self.server.may_have(client, false).await?;
         let action = |state: &mut State, now| state.test_lock(now, client, owner, &file, is_write, range);
         self.server.retry_on_conflict(action).await?;
         Ok(())
-    }
-
-    /// Refuses files that cannot be locked (RFC 8881, section 18.11.3; RFC 7530, section 16.11.4).
-    async fn check_lockable(&self) -> Done {
-        let target = self.target()?;
-        let kind = target.share.files.attributes(&target.file).await?.kind;
-        Err(match (kind, self.minor) {
-            (Kind::Regular, _) => return Ok(()),
-            (Kind::Directory, _) => Status::ISDIR,
-            (_, 0) => Status::INVAL,
-            (Kind::SymbolicLink, _) => Status::SYMLINK,
-            _ => Status::WRONG_TYPE,
-        }
-        .into())
     }
 
     pub(super) fn unlock(&mut self, d: &mut Decoder<'_>, out: &mut Encoder) -> Done {
