@@ -171,26 +171,31 @@ impl Compound<'_> {
         Ok(target.share.files.allocate(user(target, access.is_open), &target.file, at, len, what).await?)
     }
 
-    /// The saved file, which is open for reading, and the current one, which is for writing; and how.
+    /// The saved file, open for reading, and the current one, open for writing. Returns both, the size of the saved file, and the
+    /// access to both. Fails with `NFS4ERR_WRONG_TYPE` unless both are regular files (RFC 7862, sections 15.2.3 and 15.13.3).
     pub(super) async fn source_and_target(
         &self,
         from: Stateid,
         to: Stateid,
-    ) -> Done<(&Target<'_>, &Target<'_>, [Access; 2])> {
+    ) -> Done<(&Target<'_>, &Target<'_>, u64, [Access; 2])> {
         let (source, target) = self.saved_and_current()?;
         self.writable()?;
         let can_read = self.is_open(source, from, false).await?;
         let can_write = self.is_open(target, to, true).await?;
-        Ok((source, target, [can_read, can_write]))
+        let files = &target.share.files;
+        let (from, to) = (files.attributes(&source.file).await?, files.attributes(&target.file).await?);
+        if [from.kind, to.kind] != [Kind::Regular; 2] {
+            return Err(Status::WRONG_TYPE.into());
+        }
+        Ok((source, target, from.size, [can_read, can_write]))
     }
 
     pub(super) async fn clone_range(&mut self, d: &mut Decoder<'_>) -> Done {
         let (from, to) = (self.get_stateid(d)?, self.get_stateid(d)?);
         let (from_at, to_at, len) = (d.u64()?, d.u64()?, d.u64()?);
-        let (source, target, access) = self.source_and_target(from, to).await?;
+        let (source, target, size, access) = self.source_and_target(from, to).await?;
         let user = user(target, access.iter().all(|access| access.is_open));
         let files = &target.share.files;
-        let size = files.attributes(&source.file).await?.size;
         if from_at > size || len > size - from_at {
             return Err(Status::INVAL.into());
         }

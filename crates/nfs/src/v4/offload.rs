@@ -75,9 +75,8 @@ impl Compound<'_> {
             // From another server.
             return Err(Status::NOTSUPP.into());
         }
-        let (source, target, access) = self.source_and_target(from, to).await?;
+        let (source, target, size, access) = self.source_and_target(from, to).await?;
         let files = &target.share.files;
-        let size = files.attributes(&source.file).await?.size;
         if from_at > size {
             return Err(Status::INVAL.into());
         }
