@@ -77,12 +77,11 @@ impl Compound<'_> {
         }
         let (source, target, size, access) = self.source_and_target(from, to).await?;
         let files = &target.share.files;
-        if from_at > size {
+        if from_at > size || len > size - from_at {
             return Err(Status::INVAL.into());
         }
-        // A length of 0 is all that there is.
-        let end = if len == 0 { size } else { from_at.saturating_add(len).min(size) };
-        let len = end - from_at;
+        // A length of 0 means up to the end.
+        let len = if len == 0 { size - from_at } else { len };
         check_range(to_at, len)?;
         // It is done in pieces, of which the first could change what the last copies (RFC 7862, section 15.2.3).
         if source.file == target.file && from_at.abs_diff(to_at) < len {
