@@ -9,7 +9,9 @@ use thruway_rpc::xdr::{Decoder, Encoder};
 /// Longest name, `user.` not counted.
 const NAME_MAX: usize = 255 - 5;
 /// Longest value.
-const VALUE_MAX: u32 = 64 << 10;
+const VALUE_MAX: usize = 64 << 10;
+/// Longest value that is decoded. A value above [`VALUE_MAX`] is an error of the call, not of its form.
+const VALUE_DECODED_MAX: u32 = 1 << 20;
 
 fn get_name<'b>(d: &mut Decoder<'b>) -> Done<&'b [u8]> {
     let name = d.opaque(1024)?;
@@ -37,7 +39,10 @@ impl Compound<'_> {
             _ => return Err(Status::BADXDR.into()),
         };
         let name = get_name(d)?;
-        let value = d.opaque(VALUE_MAX)?;
+        let value = d.opaque(VALUE_DECODED_MAX)?;
+        if value.len() > VALUE_MAX {
+            return Err(Status::XATTR2BIG.into());
+        }
         self.change_xattr(name, Some((value, how)), out).await
     }
 
