@@ -853,5 +853,6 @@ def write_of_a_symbolic_link(lab):
 if __name__ == "__main__":
     import cases.data
     import cases.names
+    import cases.opens
 
     run(sys.argv[4:])
