@@ -854,5 +854,6 @@ if __name__ == "__main__":
     import cases.data
     import cases.names
     import cases.opens
+    import cases.sessions
 
     run(sys.argv[4:])
