@@ -885,3 +885,19 @@ def removexattr_without_the_right(lab):
     handle = lab.private(0o644)
     assert lab.on(handle, set_xattr()) == OK
     return lab.client.run(fh(handle), remove_xattr(), uid=7, gid=7)[0]
+
+
+@case
+def commit_of_the_root(lab):
+    return lab.client.run(words(24), words(5) + long(0) + words(0))[0]
+
+
+@case
+def getxattr_of_the_root(lab):
+    return lab.client.run(words(24), get_xattr())[0]
+
+
+@case
+def listxattrs_of_the_root(lab):
+    assert xattrs(lab, lab.client.handle())[1:] == ([], 1)
+    return OK

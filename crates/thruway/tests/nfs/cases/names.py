@@ -865,3 +865,8 @@ def setattr_changes_the_change_attribute(lab):
     status = lab.on(lab.dir, setattr_op(ANONYMOUS, words(0o701), MODE))
     assert lab.change() != before
     return status
+
+
+@case
+def rename_of_a_share(lab):
+    return lab.client.run(words(24), words(32), words(29) + opaque(lab.share) + opaque(b"new"))[0]

@@ -801,3 +801,9 @@ def remove_of_an_open_file(lab):
     status, _ = lab.in_dir(words(28) + opaque(b"f"))
     assert lab.client.read(handle, stateid) == (OK, b"0123456789")
     return status
+
+
+@case
+def open_downgrade_to_an_unknown_access(lab):
+    stateid, handle = lab.make()
+    return lab.client.downgrade(handle, stateid, BOTH | 0x100, 0)

@@ -542,3 +542,27 @@ def release_lockowner_after_locku(lab):
     status, _ = lab.client.run(words(39) + lab.client.id + opaque(b"locks"))
     assert lab.unlock(handle, lock, number=2)[0] == BAD_STATEID
     return status
+
+
+@case
+def compound_with_an_undefined_operation(lab):
+    status, reply = lab.client.run(words(9999))
+    assert reply.data.endswith(words(10044, 10044))
+    return status
+
+
+@case
+def compound_with_an_operation_of_version_4_0(lab):
+    return lab.client.run(words(30) + lab.client.id)[0]
+
+
+@case
+def compound_with_an_operation_that_is_not_defined(lab):
+    status, reply = lab.client.compound(words(24), words(9999))
+    assert reply.data.endswith(words(10044, 10044))
+    return status
+
+
+@case
+def compound_of_too_many_operations(lab):
+    return lab.client.compound(*[words(24)] * 65)[0]
