@@ -552,6 +552,7 @@ impl<'a> Compound<'a> {
             (Object::File(saved), Object::File(current)) if std::ptr::eq(saved.share, current.share) => {
                 Ok((saved, current))
             }
+            (Object::Root, Object::Root) => Err(Status::ROFS),
             _ => Err(Errno::XDEV.into()),
         }
     }

@@ -121,6 +121,8 @@ impl Compound<'_> {
 
     pub(super) async fn commit(&mut self, d: &mut Decoder<'_>, out: &mut Encoder) -> Done {
         let (_at, _len) = (d.u64()?, d.u32()?);
+        // The root has the error of a directory.
+        self.target()?;
         let target = self.writable()?;
         let files = &target.share.files;
         files.flush(&target.file).await?;
