@@ -396,7 +396,8 @@ impl<'a> Compound<'a> {
 
     pub(super) fn downgrade(&mut self, d: &mut Decoder<'_>, out: &mut Encoder) -> Done {
         let (stateid, _seqid, access, deny) = (self.get_stateid(d)?, d.u32()?, d.u32()?, d.u32()?);
-        let access = access & 0xff;
+        // Wishes about delegations, which version 4.0 does not have.
+        let access = if self.minor > 0 { access & 0xff } else { access };
         if access == 0 || (access | deny) & !(READ | WRITE) != 0 {
             return Err(Status::INVAL.into());
         }
