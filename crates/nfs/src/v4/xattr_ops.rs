@@ -1,9 +1,8 @@
 //! Operations on extended attributes (RFC 8276): those of users, whose names go without `user.`.
 
-use super::compound::{Compound, Done, put_change_info};
+use super::compound::{Compound, Done, Object, put_change_info};
 use super::status::Status;
 use crate::file_system::SetXattr;
-use rustix::io::Errno;
 use thruway_rpc::xdr::{Decoder, Encoder};
 
 /// Longest name, `user.` not counted.
@@ -25,7 +24,8 @@ fn get_name<'b>(d: &mut Decoder<'b>) -> Done<&'b [u8]> {
 impl Compound<'_> {
     pub(super) async fn get_xattr(&mut self, d: &mut Decoder<'_>, out: &mut Encoder) -> Done {
         let name = get_name(d)?;
-        let target = self.target()?;
+        // The root has no attributes.
+        let Object::File(target) = self.object()? else { return Err(Status::NOXATTR.into()) };
         self.call.begin_long_reply().await;
         out.opaque(&target.share.files.xattr(&target.who, &target.file, name).await?);
         Ok(())
@@ -62,12 +62,12 @@ impl Compound<'_> {
 
     pub(super) async fn list_xattrs(&mut self, d: &mut Decoder<'_>, out: &mut Encoder) -> Done {
         let (cookie, bytes) = (d.u64()?, d.u32()? as usize);
-        let target = self.target()?;
-        self.call.begin_long_reply().await;
-        let names = match target.share.files.xattrs(&target.who, &target.file).await {
-            // Names of which none can be told.
-            Err(Errno::ACCESS) => return Err(Status::ACCESS.into()),
-            names => names?,
+        let names = match self.object()? {
+            Object::Root => Vec::new(),
+            Object::File(target) => {
+                self.call.begin_long_reply().await;
+                target.share.files.xattrs(&target.who, &target.file).await?
+            }
         };
         let begin = usize::try_from(cookie).ok().filter(|begin| *begin <= names.len()).ok_or(Status::BAD_COOKIE)?;
         // The cookie, the number of names, and whether that is all.
