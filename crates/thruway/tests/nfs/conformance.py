@@ -1,4 +1,7 @@
-"""Cases of the table of operations and errors (`conformance.toml`). Each returns the status of the operation under test."""
+"""Runs cases of the table of operations and errors (`conformance.toml`). Each returns the status of the operation under test.
+
+A case without a group is here, the others are in `cases`.
+"""
 from cases.lab import *
 
 
