@@ -778,7 +778,13 @@ impl Program for Nfs3 {
     }
 
     fn call<'a>(&'a self, call: &'a Call, results: Encoder) -> Answer<'a> {
-        if !self.is_repeatable(call) {
+        use procedure::*;
+        // Data that COMMIT has not flushed would count as flushed.
+        let reads = matches!(
+            call.procedure,
+            GETATTR | LOOKUP | ACCESS | READLINK | READ | READDIR | READDIRPLUS | FSSTAT | FSINFO | PATHCONF
+        );
+        if !reads {
             call.begin_change();
         }
         Box::pin(async move { self.answer(call, results).await.into() })

@@ -254,7 +254,16 @@ impl Server {
         }
     }
 
+    /// Takes from a client what it has, in a task of its own: once begun, this is completed even if the call that needs it is not.
     async fn expire(self: &Arc<Self>, client: u64) -> Result<(), Status> {
+        let (server, (done, result)) = (Arc::clone(self), tokio::sync::oneshot::channel());
+        thruway_engine::reactor::start(async move {
+            let _ = done.send(server.expire_now(client).await);
+        });
+        result.await.unwrap_or(Err(Status::DELAY))
+    }
+
+    async fn expire_now(self: &Arc<Self>, client: u64) -> Result<(), Status> {
         if !self.state(|state, now| state.give_up(now, client)) {
             return Ok(());
         }

@@ -81,11 +81,7 @@ impl LocalFileSystem {
             return Ok(());
         }
         let number = node.syncs.fetch_add(1, Ordering::SeqCst) + 1;
-        let open = {
-            let mut data = node.data();
-            data.is_dirty = false;
-            data.write.clone()
-        };
+        let open = node.data().write.clone();
         let Some(file) = open else {
             // What was written has been flushed, or is being by the end of the node that it was written through.
             let node = Arc::clone(node);
@@ -97,7 +93,12 @@ impl LocalFileSystem {
             return Ok(());
         };
         let (syncing, synced) = (Arc::clone(node), Arc::clone(&file));
-        self.work(move |inner| inner.sync(&syncing, &synced)).await?;
+        let sync = move |inner: &Arc<Inner>| {
+            // Not earlier: a job that does not begin leaves the file dirty.
+            syncing.data().is_dirty = false;
+            inner.sync(&syncing, &synced)
+        };
+        self.work(sync).await?;
         node.synced.store(number, Ordering::SeqCst);
         close_later(node);
         Ok(())
@@ -323,5 +324,58 @@ impl LocalFileSystem {
             self.sync(&changed).await?;
         }
         copied
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::file_system::{Credentials, FileSystem, LocalOptions};
+    use futures_util::FutureExt;
+    use std::sync::{Mutex, mpsc};
+    use thruway_engine::Reactors;
+    use thruway_server::caller;
+    use thruway_tcp::Origin;
+
+    /// A flush that is cancelled while it waits for a thread leaves the file dirty: the next one flushes it.
+    #[test]
+    fn a_cancelled_flush_has_flushed_nothing() {
+        let reactors = Reactors::start(Some(1)).unwrap();
+        let (done, is_done) = mpsc::channel();
+        reactors.handles()[0].spawn(move || async move {
+            let dir = tempfile::tempdir().unwrap();
+            std::fs::write(dir.path().join("file"), "data").unwrap();
+            let files = LocalFileSystem::open_by(dir.path(), &LocalOptions::default(), true).unwrap();
+            let (id, _) = files.look_up(&Credentials::own(), &files.root(), b"file").await.unwrap();
+            let node = files.node(&id).await.unwrap();
+            files.open_for_writing(&node).await.unwrap();
+            node.data().is_dirty = true;
+            caller::on_behalf_of(Origin::of_host([10, 0, 0, 1].into()), async {
+                let (go_on, wait) = mpsc::channel::<()>();
+                let wait = Arc::new(Mutex::new(wait));
+                let busy = (0..100).map(|_| {
+                    let wait = Arc::clone(&wait);
+                    files.work(move |_| {
+                        let _ = wait.lock().map(|wait| wait.recv());
+                        Ok(())
+                    })
+                });
+                let mut busy = std::pin::pin!(futures_util::future::join_all(busy));
+                assert!(busy.as_mut().now_or_never().is_none());
+                let mut flush = Box::pin(files.sync(&node));
+                assert!((&mut flush).now_or_never().is_none());
+                drop(flush);
+                drop(go_on);
+                busy.await;
+                // Behind the cancelled flush.
+                files.work(|_| Ok(())).await.unwrap();
+            })
+            .await;
+            assert!(node.data().is_dirty);
+            files.sync(&node).await.unwrap();
+            assert!(!node.data().is_dirty);
+            done.send(()).unwrap();
+        });
+        is_done.recv().expect("a check has failed: its message is above");
     }
 }
