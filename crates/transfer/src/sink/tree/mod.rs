@@ -30,7 +30,7 @@ use thruway_fs::identity::nanoseconds;
 use thruway_fs::remove::{Removed, Remover};
 
 /// How a tree is written.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub(crate) struct Manner {
     /// Keep attributes.
     pub(crate) preserve: bool,
@@ -40,6 +40,8 @@ pub(crate) struct Manner {
     pub(crate) replace: bool,
     /// Links in the root directory are resolved beneath it only.
     pub(crate) confined: bool,
+    /// Names in the root directory that the command itself has; `None`: all of them. Others are entries of a tree.
+    pub(crate) named: Option<Vec<Vec<u8>>>,
     pub(crate) trust: Trust,
 }
 
@@ -51,6 +53,10 @@ pub(crate) struct Tree {
     pub(super) privileged: bool,
     volumes: Volumes,
     changed: Mutex<Changed>,
+    /// Directories made for entries in them before their own records were taken.
+    early: Mutex<HashSet<Vec<u8>>>,
+    /// Held while an entry gives way to a directory.
+    replacing: Mutex<()>,
     /// Directories made writable for the time of the copy, and the modes they had.
     unlocked: Mutex<Vec<(Vec<u8>, u32)>>,
     /// What this session has put in place, by hash of its identity.
@@ -74,6 +80,8 @@ impl Tree {
             privileged: rustix::process::geteuid().is_root(),
             volumes: Volumes::default(),
             changed: Mutex::default(),
+            early: Mutex::default(),
+            replacing: Mutex::default(),
             unlocked: Mutex::default(),
             ours: Mutex::default(),
             told: Told::default(),
@@ -86,14 +94,15 @@ impl Tree {
 
     /// Opens a directory beneath the root, making what is missing of it.
     pub(crate) fn directory(&self, path: &[u8]) -> io::Result<Arc<OwnedFd>> {
+        // Another worker may not have taken the record of a directory yet that replaces a file or link.
+        let is_missing = |e: &io::Error| matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory);
         match self.open_to_write(path) {
-            Err(e) if e.kind() == io::ErrorKind::NotFound => {}
+            Err(e) if is_missing(&e) => {}
             other => return other,
         }
         // From the longest part that is there, downwards.
         let ends: Vec<usize> = path.iter().enumerate().filter(|(_, b)| **b == b'/').map(|(at, _)| at).collect();
-        let is_there =
-            |end: &usize| !self.open_directory(&path[..*end]).is_err_and(|e| e.kind() == io::ErrorKind::NotFound);
+        let is_there = |end: &usize| !self.open_directory(&path[..*end]).is_err_and(|e| is_missing(&e));
         let there = ends.partition_point(is_there);
         for end in ends[there..].iter().copied().chain([path.len()]) {
             self.make(&path[..end], 0o777)?;
@@ -103,14 +112,35 @@ impl Tree {
 
     fn make(&self, path: &[u8], mode: u32) -> io::Result<()> {
         let (parent, name) = split(path);
-        let dir = self.open_to_write(parent)?;
-        let name = CString::new(name)?;
-        match self.writing(parent, || rustix::fs::mkdirat(&dir, &name, Mode::from_raw_mode(mode))) {
-            Ok(()) => {
-                self.change(parent);
-                Ok(())
-            }
-            Err(Errno::EXIST) => Ok(()),
+        let place = Place { dir: self.open_to_write(parent)?, name: CString::new(name)? };
+        let mut early = self.early.lock().expect("no panics under the lock");
+        if self.make_in_place(&place, parent, Mode::from_raw_mode(mode))? {
+            early.insert(path.to_vec());
+            self.change(parent);
+        }
+        Ok(())
+    }
+
+    /// Makes a directory. An entry of another type, a link to a directory included, gives way. False if there is a directory.
+    fn make_in_place(&self, place: &Place, parent: &[u8], mode: Mode) -> io::Result<bool> {
+        let make = || self.writing(parent, || rustix::fs::mkdirat(&place.dir, &place.name, mode));
+        match make() {
+            Ok(()) => return Ok(true),
+            Err(Errno::EXIST) => {}
+            Err(e) => return Err(e.into()),
+        }
+        // Workers can find the same entry in the way.
+        let _replacing = self.replacing.lock().expect("no panics under the lock");
+        let stat = rustix::fs::statat(&place.dir, &place.name, AtFlags::SYMLINK_NOFOLLOW);
+        match stat {
+            Ok(stat) if FileType::from_raw_mode(stat.st_mode).is_dir() => return Ok(false),
+            Ok(stat) => self.clear_way(place, &stat, false)?,
+            Err(Errno::NOENT) => {}
+            Err(e) => return Err(e.into()),
+        }
+        match make() {
+            Ok(()) => Ok(true),
+            Err(Errno::EXIST) => Ok(false),
             Err(e) => Err(e.into()),
         }
     }
@@ -201,23 +231,14 @@ impl Tree {
         let place = self.place(path)?;
         let (parent, _) = split(path);
         let mode = Mode::from_raw_mode(meta.mode & 0o777 | 0o700);
-        let make = || self.writing(parent, || rustix::fs::mkdirat(&place.dir, &place.name, mode));
-        match make() {
-            Ok(()) => {}
-            Err(Errno::EXIST) => {
-                let stat = rustix::fs::statat(&place.dir, &place.name, AtFlags::SYMLINK_NOFOLLOW)?;
-                if FileType::from_raw_mode(stat.st_mode).is_dir() {
-                    self.remember(&place.dir, &place.name);
-                    return Ok(false);
-                }
-                self.clear_way(&place, &stat, false)?;
-                make()?;
-            }
-            Err(e) => return Err(e.into()),
-        }
+        let mut made = self.make_in_place(&place, parent, mode)?;
+        // Made for an entry in it, before this record was taken.
+        made |= self.early.lock().expect("no panics under the lock").remove(path);
         self.remember(&place.dir, &place.name);
-        self.change(parent);
-        Ok(true)
+        if made {
+            self.change(parent);
+        }
+        Ok(made)
     }
 
     /// Applies a directory's attributes, when nothing more is put into it. `made` if this session made it.
