@@ -242,7 +242,8 @@ impl State {
             self.remove_client(id);
             return Ok(());
         }
-        let oldest = self.clients.iter().min_by_key(|(_, client)| (client.is_confirmed, client.lease.renewed()));
+        let with_leases = self.clients.iter().filter(|(_, client)| client.has_lease());
+        let oldest = with_leases.min_by_key(|(_, client)| (client.is_confirmed, client.lease.renewed()));
         match oldest {
             Some((id, client)) if !client.is_confirmed => {
                 let id = *id;
@@ -278,17 +279,17 @@ impl State {
             Among::SessionsOf(origin) => self.first_to_expire(self.with_sessions_of(|of| of == *origin)),
             Among::File(file) => self.first_to_expire(self.with_something_in(file)),
         };
-        match first {
-            Some(id) if self.is_expired(now, &self.clients[&id]) => Refused::Expired(id),
-            Some(id) => {
-                if none_before.len() >= SCANS_MAX {
-                    none_before.clear();
-                }
-                none_before.insert(among, self.clients[&id].lease.renewed() + self.lease_ms);
-                Status::NOSPC.into()
-            }
-            None => Status::NOSPC.into(),
+        let renewed = match first {
+            Some(id) if self.is_expired(now, &self.clients[&id]) => return Refused::Expired(id),
+            Some(id) => self.clients[&id].lease.renewed(),
+            // The lease of a client that comes later ends later.
+            None => now,
+        };
+        if none_before.len() >= SCANS_MAX {
+            none_before.clear();
         }
+        none_before.insert(among, renewed + self.lease_ms);
+        Status::NOSPC.into()
     }
 
     fn first_to_expire(&self, among: impl Iterator<Item = u64>) -> Option<u64> {

@@ -11,6 +11,7 @@ use super::{Denied, FileIdentity, GrantPermit, HELD_MAX, LOCKS_MAX, Refused, Sta
 use crate::file_system::OpenGuard;
 use crate::v4::status::Status;
 use std::collections::{HashMap, HashSet};
+use thruway_server::connection_limit::is_fair;
 use thruway_tcp::Origin;
 
 /// Reads, as a bit of what is open or denied (`OPEN4_SHARE_ACCESS_READ`).
@@ -201,9 +202,10 @@ impl FileState {
         count(&mut self.locks_of, origin, self.locks.len() as isize - before as isize);
     }
 
-    /// Number of locks of one host.
-    pub(super) fn locks_of(&self, origin: Origin) -> usize {
-        self.locks_of.get(&origin).copied().unwrap_or(0)
+    /// True if a host may have another lock.
+    pub(super) fn has_room_for_lock(&self, origin: Origin) -> bool {
+        let free = LOCKS_MAX.saturating_sub(self.locks.len());
+        free > 0 && is_fair(self.locks_of.get(&origin).copied().unwrap_or(0), free)
     }
 
     /// Asserts that the counts of locks match a full scan.
@@ -770,7 +772,8 @@ impl State {
     pub(super) fn unlock_range(&mut self, number: u64, file: &FileIdentity, range: Range) -> Result<(), Status> {
         let origin = self.origin_of(number);
         let state = self.files.get_mut(file).expect("a file with owners of locks");
-        if state.locks.len() >= LOCKS_MAX && state.locks.is_inside(number, range) {
+        // Both halves of a lock count.
+        if state.locks.is_inside(number, range) && !state.has_room_for_lock(origin) {
             return Err(Status::NOSPC);
         }
         state.change_locks(origin, |locks| locks.unlock(number, range));

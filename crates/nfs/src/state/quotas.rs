@@ -4,7 +4,7 @@
 
 use super::clients::{Among, Client, Kind};
 use super::{
-    CLIENTS_MAX, CLIENTS_OF_HOST_MAX, FILE_HELD_MAX, FileIdentity, HELD_TOTAL_MAX, KEPT_MAX, LOCKS_MAX, Refused,
+    CLIENTS_MAX, CLIENTS_OF_HOST_MAX, FILE_HELD_MAX, FileIdentity, HELD_TOTAL_MAX, KEPT_MAX, Refused,
     SESSIONS_TOTAL_MAX, State,
 };
 use crate::v4::status::Status;
@@ -186,9 +186,7 @@ impl State {
 
     /// Checks the quota of a host for locks of one file.
     pub(super) fn check_locks_in_file(&self, now: u64, origin: Origin, file: &FileIdentity) -> Result<(), Refused> {
-        let Some(state) = self.files.get(file) else { return Ok(()) };
-        let free = LOCKS_MAX.saturating_sub(state.locks.len());
-        let is_free = free > 0 && is_fair(state.locks_of(origin), free);
+        let is_free = self.files.get(file).is_none_or(|state| state.has_room_for_lock(origin));
         if is_free { Ok(()) } else { Err(self.full(now, Among::File(file.clone()))) }
     }
 

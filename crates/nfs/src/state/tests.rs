@@ -1073,6 +1073,30 @@ fn a_host_with_many_locks_of_a_file_leaves_room_for_others() {
     state.close(a, of_a, &file(1)).unwrap();
     state.check_counts();
     assert_eq!(state.files[&file(1)].locks.len(), 10);
+    // Nor by splitting one lock.
+    let of_a = open(&mut state, 0, a, "o", 1, (READ | WRITE, 0)).unwrap();
+    let owner = lock(&mut state, 0, a, of_a, "l", range(0, 1 << 20)).unwrap().latest();
+    let split = |n: &u64| state.unlock(a, owner, &file(1), range(2 * n + 1, 1)).is_ok();
+    assert!((0..).take_while(split).count() < LOCKS_MAX * 8 / 9);
+    lock(&mut state, 0, b, of_b, "l", range(1 << 41, 1)).unwrap();
+    state.check_counts();
+}
+
+/// Locks of version 3 have no lease, and do not keep the server from taking places of clients whose leases have expired.
+#[test]
+fn a_lock_of_version_3_keeps_no_new_client_out() {
+    let mut state = State::new(7, LEASE, Records::new());
+    let locker = state.monitored(0, &host("192.0.2.1"), 5).unwrap();
+    lock3(&mut state, 0, locker, "o", false, range(0, 1)).unwrap();
+    for n in 0.. {
+        let Ok(id) = client_from(&mut state, 1, n, &format!("10.0.{}.{}", n / 200, n % 200)) else { break };
+        open(&mut state, 1, id, "o", (n % 200) as u8, (READ, 0)).unwrap();
+    }
+    let late = 3 * LEASE;
+    let refused = client_from(&mut state, late, CLIENTS_MAX + 1, "192.0.2.1").unwrap_err();
+    let Refused::Expired(id) = refused else { panic!("{refused:?}") };
+    assert!(state.expire(late, id));
+    assert!(client_from(&mut state, late, CLIENTS_MAX + 1, "192.0.2.1").is_ok());
 }
 
 /// A refusal finds the same expired client as a scan of all clients, at any time.
