@@ -63,7 +63,7 @@ const CHANGING: [u32; 14] = [
 ];
 
 /// Operations that change nothing. A compound of these may end when its connection is lost.
-const READING: [u32; 22] = [
+const READING: [u32; 25] = [
     op::SEQUENCE,
     op::RENEW,
     op::PUTFH,
@@ -86,6 +86,9 @@ const READING: [u32; 22] = [
     op::SEEK,
     op::GETXATTR,
     op::LISTXATTRS,
+    op::LOCKT,
+    op::TEST_STATEID,
+    op::IO_ADVISE,
 ];
 
 /// Most bytes of the result of one of these, but for a lock that is refused.
@@ -191,6 +194,8 @@ pub(super) struct Compound<'a> {
     count: u32,
     index: u32,
     slot: Option<SlotGuard>,
+    /// An operation that must not be repeated has begun.
+    has_changed: bool,
     pub current: Option<Object<'a>>,
     saved: Option<Object<'a>>,
     pub stateid: Option<Stateid>,
@@ -222,6 +227,7 @@ impl<'a> Compound<'a> {
             count,
             index: 0,
             slot: None,
+            has_changed: false,
             current: None,
             saved: None,
             stateid: None,
@@ -268,7 +274,8 @@ impl<'a> Compound<'a> {
             let number = if is_known { number } else { op::ILLEGAL };
             if is_known && !READING.contains(&number) {
                 self.call.begin_change();
-                self.slot.iter_mut().for_each(|slot| slot.has_changed = true);
+                self.has_changed |= number != op::COMMIT;
+                self.slot.iter_mut().for_each(|slot| slot.has_changed = self.has_changed);
             }
             let start = out.mark();
             out.u32(number);
@@ -290,6 +297,10 @@ impl<'a> Compound<'a> {
                 Ok(()) => self.operation(number, d, out).await,
                 Err(status) => Err(status.into()),
             };
+            if number == op::COMMIT && !self.has_changed {
+                // It is completed once begun, and may be repeated.
+                self.call.end_change();
+            }
             self.index += 1;
             if let Err(Failure { status, body }) = done {
                 tracing::debug!(operation = number, status = status.0, "an operation of NFS failed");

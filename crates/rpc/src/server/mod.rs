@@ -343,6 +343,11 @@ impl Call {
         self.has_changed.set(true);
     }
 
+    /// To be called after a change that may be repeated, if nothing else was changed.
+    pub fn end_change(&self) {
+        self.has_changed.set(false);
+    }
+
     /// The arguments. Bulk items are there the first time.
     pub fn arguments(&self) -> Decoder<'_> {
         Decoder::with_bulk(self.argument_bytes(), self.arguments.start as u32, self.bulk.take())
