@@ -45,7 +45,8 @@ struct Host {
     /// Units of work in `round`.
     spent: usize,
     round: u64,
-    waiting: VecDeque<oneshot::Sender<()>>,
+    /// Waiting tasks, each with the units that it begins with.
+    waiting: VecDeque<(oneshot::Sender<()>, usize)>,
 }
 
 /// Work that asks for its place in a slice.
@@ -71,6 +72,9 @@ impl Rounds {
     }
 
     fn put_back(&mut self) {
+        if self.hosts.len() >= HOSTS_MAX {
+            self.hosts.retain(|_, host| !host.waiting.is_empty());
+        }
         self.hosts.extend(self.recent.take());
     }
 
@@ -83,7 +87,7 @@ impl Rounds {
         }
         let (give, slice) = oneshot::channel();
         let is_first = entry.waiting.is_empty();
-        entry.waiting.push_back(give);
+        entry.waiting.push_back((give, units));
         if is_first {
             self.order.push_back(host);
         }
@@ -94,18 +98,19 @@ impl Rounds {
     fn begin(&mut self) -> bool {
         self.number += 1;
         self.put_back();
-        if self.hosts.len() > HOSTS_MAX {
-            self.hosts.retain(|_, host| !host.waiting.is_empty());
-        }
         let count = self.order.len();
         for host in self.order.drain(..count).collect::<Vec<_>>() {
             let Some(entry) = self.hosts.get_mut(&host) else { continue };
+            (entry.round, entry.spent) = (self.number, 0);
             let mut continued = 0;
             while continued < TASKS_OF_ROUND
-                && let Some(give) = entry.waiting.pop_front()
+                && entry.spent < SLICE
+                && let Some((give, units)) = entry.waiting.pop_front()
             {
                 // Fails if the task has ended.
-                continued += usize::from(give.send(()).is_ok());
+                if give.send(()).is_ok() {
+                    (continued, entry.spent) = (continued + 1, entry.spent + units);
+                }
             }
             if !entry.waiting.is_empty() {
                 self.order.push_back(host);
@@ -119,16 +124,21 @@ impl Rounds {
 ///
 /// Work of the daemon itself, outside [`caller::on_behalf_of`], does not wait.
 pub async fn begin(units: usize) {
-    spend_as(Work::New, units).await;
+    spend_as(caller::current(), Work::New, units).await;
 }
 
 /// Continues work of the current host: waits while the host has spent its slice.
 pub async fn spend(units: usize) {
-    spend_as(Work::Continued, units).await;
+    spend_for(caller::current(), units).await;
 }
 
-async fn spend_as(work: Work, units: usize) {
-    let Some(host) = caller::current().filter(|_| reactor::node().is_some()) else { return };
+/// As [`spend`], for this host.
+pub async fn spend_for(host: Option<Origin>, units: usize) {
+    spend_as(host, Work::Continued, units).await;
+}
+
+async fn spend_as(host: Option<Origin>, work: Work, units: usize) {
+    let Some(host) = host.filter(|_| reactor::node().is_some()) else { return };
     let wait = ROUNDS.with_borrow_mut(|rounds| {
         let wait = rounds.spend(host, work, units)?;
         let is_first = !std::mem::replace(&mut rounds.is_running, true);
@@ -138,9 +148,8 @@ async fn spend_as(work: Work, units: usize) {
     if is_first {
         tokio::task::spawn_local(run());
     }
-    // Fails only when the reactor ends.
+    // Fails only when the reactor ends. The units have been counted.
     let _ = slice.await;
-    ROUNDS.with_borrow_mut(|rounds| rounds.host(host).spent += units);
 }
 
 /// Begins rounds until no task waits. Between two rounds, all tasks that are ready run.

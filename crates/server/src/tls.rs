@@ -4,11 +4,11 @@ use crate::{Plain, slices};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, RwLock};
-use tokio_rustls::TlsAcceptor;
+use tokio_rustls::LazyConfigAcceptor;
 use tokio_rustls::rustls::ServerConfig;
 use tokio_rustls::rustls::pki_types::pem::PemObject;
 use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer};
-use tokio_rustls::rustls::server::WebPkiClientVerifier;
+use tokio_rustls::rustls::server::{Acceptor, WebPkiClientVerifier};
 use tokio_rustls::rustls::{RootCertStore, crypto};
 use tokio_rustls::server::TlsStream;
 
@@ -50,14 +50,16 @@ impl TlsServer {
         Ok(Arc::new(TlsServer { files, current }))
     }
 
-    /// Makes a TLS connection. The handshake takes about a millisecond of the reactor, so it counts as a slice of the peer's host.
+    /// Makes a TLS connection. The answer to a client's first message takes about a millisecond of the reactor, so it counts as a slice
+    /// of the peer's host.
     ///
     /// # Errors
     /// The system's and those of TLS.
     pub async fn accept(&self, plain: Plain) -> io::Result<TlsStream<Plain>> {
+        let hello = LazyConfigAcceptor::new(Acceptor::default(), plain).await?;
         slices::begin(slices::SLICE).await;
         let config = Arc::clone(&self.current.read().expect("no panics under the lock"));
-        TlsAcceptor::from(config).accept(plain).await
+        hello.into_stream(config).await
     }
 
     /// Reads the certificates again, for connections from now on.

@@ -1,18 +1,43 @@
 //! The sending half of a connection: as much as possible in one system call.
 
+use crate::budget::BYTES_MAX;
 use crate::stream::either;
-use crate::{Body, Message, Plain};
+use crate::{Body, Message, Plain, caller, slices};
 use std::io::{self, IoSlice};
 use std::os::fd::AsFd;
 use std::rc::Rc;
 use std::time::Duration;
 use thruway_engine::lent::Lent;
 use thruway_engine::pipes::Piped;
+use thruway_tcp::Origin;
 use tokio::io::{AsyncWriteExt, Interest};
 use tokio_rustls::server::TlsStream;
 
 /// The sending half of a connection.
-pub struct Writer(WriteHalf);
+pub struct Writer {
+    half: WriteHalf,
+    turn: Turn,
+}
+
+/// Work of one connection since it last yielded.
+struct Turn {
+    /// Host of the peer.
+    host: Option<Origin>,
+    bytes: usize,
+}
+
+impl Turn {
+    /// Counts bytes that were sent. A peer that takes all data at once does not make the task wait, so this yields to the other tasks of
+    /// the reactor after [`BYTES_MAX`], and waits while the slice of the host is spent.
+    async fn count(&mut self, sent: usize) {
+        self.bytes += sent;
+        if self.bytes >= BYTES_MAX {
+            let units = std::mem::take(&mut self.bytes) / slices::UNIT_BYTES;
+            tokio::task::yield_now().await;
+            slices::spend_for(self.host, units).await;
+        }
+    }
+}
 
 pub(crate) enum WriteHalf {
     Plain(Rc<Plain>),
@@ -31,13 +56,14 @@ async fn in_time<T>(step: impl Future<Output = io::Result<T>>) -> io::Result<T> 
 const PIECES_MAX: usize = 256;
 
 impl Writer {
+    /// For the current host.
     pub(crate) fn new(half: WriteHalf) -> Writer {
-        Writer(half)
+        Writer { half, turn: Turn { host: caller::current(), bytes: 0 } }
     }
 
     /// Whether lent files can be sent: not through TLS.
     pub fn can_lend(&self) -> bool {
-        matches!(self.0, WriteHalf::Plain(_))
+        matches!(self.half, WriteHalf::Plain(_))
     }
 
     /// Sends messages, in as few system calls as possible.
@@ -79,7 +105,7 @@ impl Writer {
         let mut left = pieces;
         while left.iter().any(|piece| !piece.is_empty()) {
             let now = left.len().min(PIECES_MAX);
-            let sent = match &mut self.0 {
+            let sent = match &mut self.half {
                 WriteHalf::Plain(stream) => {
                     let more = more || left.len() > now;
                     either!(&**stream, s => loop {
@@ -93,20 +119,21 @@ impl Writer {
                 WriteHalf::Tls(stream) => in_time(stream.write_vectored(&left[..now])).await?,
             };
             IoSlice::advance_slices(&mut left, sent);
+            self.turn.count(sent).await;
         }
-        if let WriteHalf::Tls(stream) = &mut self.0 {
+        if let WriteHalf::Tls(stream) = &mut self.half {
             in_time(stream.flush()).await?;
         }
         Ok(())
     }
 
     async fn send_file(&mut self, body: &Body) -> io::Result<()> {
-        let (Body::Lent(lent), WriteHalf::Plain(stream)) = (body, &self.0) else {
+        let (Body::Lent(lent), WriteHalf::Plain(stream)) = (body, &self.half) else {
             return Err(io::Error::other("files cannot be sent through TLS"));
         };
         let (file, offset, len) = match lent {
             Lent::File { file, offset, len } => (file, offset, len),
-            Lent::Piped(piped) => return send_pages(stream, piped).await,
+            Lent::Piped(piped) => return send_pages(stream, piped, &mut self.turn).await,
             Lent::Memory(_) => return Err(io::Error::other("memory is sent otherwise")),
         };
         let (mut at, end) = (*offset, *offset + *len as u64);
@@ -123,13 +150,14 @@ impl Writer {
             if sent == 0 {
                 return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the file was truncated while it was sent"));
             }
+            self.turn.count(sent).await;
         }
         Ok(())
     }
 
     /// Closes the sending half.
     pub async fn close(&mut self) {
-        match &mut self.0 {
+        match &mut self.half {
             WriteHalf::Plain(stream) => {
                 either!(&**stream, s => {
                     let _ = rustix::net::shutdown(s, rustix::net::Shutdown::Write);
@@ -142,7 +170,7 @@ impl Writer {
     }
 }
 
-async fn send_pages(stream: &Plain, piped: &Piped) -> io::Result<()> {
+async fn send_pages(stream: &Plain, piped: &Piped, turn: &mut Turn) -> io::Result<()> {
     while piped.len() > 0 {
         let sent = either!(stream, s => loop {
             match s.try_io(Interest::WRITABLE, || Ok(piped.send(s)?)) {
@@ -154,6 +182,7 @@ async fn send_pages(stream: &Plain, piped: &Piped) -> io::Result<()> {
         if sent == 0 {
             return Err(io::ErrorKind::WriteZero.into());
         }
+        turn.count(sent).await;
     }
     Ok(())
 }

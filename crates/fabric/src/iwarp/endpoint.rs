@@ -26,6 +26,8 @@ use thruway_tcp::PathInfo;
 
 /// Most bytes that one call of the driver receives or sends for one queue pair, so that others and the caller do not wait for long.
 const TURN: usize = 256 << 10;
+/// Most system calls in which one call of the driver receives for one queue pair. A call receives one short frame at least.
+const RECEIVES_TURN: usize = 64;
 /// How long a failed connection waits for the peer to read our Terminate and close.
 const LINGER: Duration = Duration::from_secs(2);
 /// Bytes that a peer may still send after our Terminate.
@@ -626,11 +628,12 @@ impl Connecting {
 }
 
 fn receive(live: &mut Live, iovecs: &mut IoVecs) -> Turn {
-    let mut taken = 0;
+    let (mut taken, mut calls) = (0, 0);
     while live.readable && live.connection.failure.is_none() {
-        if taken >= TURN {
+        if taken >= TURN || calls >= RECEIVES_TURN {
             return Turn::Unfinished;
         }
+        calls += 1;
         if !live.connection.rx_iovecs(iovecs) {
             break;
         }

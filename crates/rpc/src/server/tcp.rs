@@ -15,7 +15,7 @@ use std::time::Duration;
 use thruway_engine::{Reactors, reactor};
 use thruway_server::tls::TlsServer;
 use thruway_server::{
-    Acceptor, Address, Buffers, ListenError, Permit, Plain, Reader, SendQueue, Socket, Stream, Writer, panics,
+    Acceptor, Address, Buffers, ListenError, Permit, Plain, Reader, SendQueue, Socket, Stream, Writer, panics, slices,
 };
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, watch};
 
@@ -33,6 +33,8 @@ const SMALL_CALL: usize = 16 << 10;
 const BEGINNING: usize = 2 << 10;
 /// Most empty fragments of a call, not counting the last fragment. Clients have no reason to send any.
 const EMPTY_FRAGMENTS_MAX: usize = 8;
+/// Fragments of the first call of a connection, which is read without a buffer. Clients send one.
+const FIRST_FRAGMENTS_MAX: usize = 16;
 /// What a client says that it sends costs no memory before it is there, but for so many bytes.
 const STEP: usize = 64 << 10;
 
@@ -203,7 +205,8 @@ impl Fragments {
 /// The first record of a connection, which must be short; nothing behind it is read. `None` if the client closes before.
 async fn first_call(stream: &mut Stream) -> io::Result<Option<Vec<u8>>> {
     let (mut record, mut fragments) = (Vec::new(), Fragments::default());
-    loop {
+    for _ in 0..FIRST_FRAGMENTS_MAX {
+        slices::begin(1).await;
         let mut marker = [0; MARKER_LEN];
         match stream.read_exact(&mut marker).await {
             Err(e) if e.kind() == io::ErrorKind::UnexpectedEof && record.is_empty() => return Ok(None),
@@ -220,6 +223,7 @@ async fn first_call(stream: &mut Stream) -> io::Result<Option<Vec<u8>>> {
             return Ok(Some(record));
         }
     }
+    Err(invalid(format!("a first call of more than {FIRST_FRAGMENTS_MAX} fragments")))
 }
 
 /// A connection after its first call.

@@ -5,6 +5,7 @@
 
 use crate::budget::MESSAGES_MAX;
 use crate::flag::Flag;
+use crate::slices;
 use smallvec::SmallVec;
 use std::cell::{Cell, RefCell};
 use std::collections::{HashMap, VecDeque};
@@ -20,6 +21,7 @@ use thruway_fabric::{
     ProtectionDomain, Provider, QueuePair, QueuePairCaps, RemoteAddr, SendFlags, SendOp, SendRequest, Sge, Status,
     WorkCompletion,
 };
+use thruway_tcp::Origin;
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 use tokio::sync::{Notify, mpsc, oneshot};
@@ -27,6 +29,12 @@ use tokio::task::JoinHandle;
 
 /// Requests posted by one call.
 const BATCH_MAX: usize = 16;
+
+/// Most events of the connection in one pass of the driver.
+const EVENTS_OF_PASS: usize = 4;
+
+/// Work of one pass of the driver, in units of [`slices`]: up to 256 KiB of frames of any length.
+const PASS_UNITS: usize = 64;
 
 /// The sizes of a channel.
 #[derive(Debug, Clone)]
@@ -289,6 +297,7 @@ impl New {
             arrived,
             pd,
             device,
+            host: Origin::of_host(peer.ip()),
         };
         let driven = Rc::clone(&channel);
         let task = tokio::task::spawn_local(async move {
@@ -343,6 +352,8 @@ struct End {
     arrived: mpsc::UnboundedSender<Received>,
     pd: ProtectionDomain,
     device: Device,
+    /// Host of the peer.
+    host: Origin,
 }
 
 fn other(error: impl std::fmt::Display) -> io::Error {
@@ -431,7 +442,8 @@ impl End {
             }
         }
         let mut any = !completions.is_empty();
-        while let Some(event) = self.device.poll_event() {
+        for _ in 0..EVENTS_OF_PASS {
+            let Some(event) = self.device.poll_event() else { break };
             any = true;
             if let ConnectionEvent::Disconnected { cause, .. } = event {
                 return Err(other(cause));
@@ -447,6 +459,8 @@ impl End {
         // SAFETY: an owned descriptor stays open, and the same, until it is dropped with the registration.
         let fd = unsafe { AsyncFd::register_with_interest(fd, Interest::READABLE) }?;
         loop {
+            // In each pass the device handles a bounded number of frames, of which the peer may send any kind.
+            slices::spend_for(Some(self.host), PASS_UNITS).await;
             for received in channel.consumed.borrow_mut().drain(..) {
                 channel.slots.borrow().post_receive(&self.qp, received).map_err(other)?;
             }
