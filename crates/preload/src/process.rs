@@ -199,7 +199,7 @@ pub(crate) fn before_another_program() {
         }
     });
     // This process may have the other end, too.
-    slots::each(|number, fd| data::honour_closed_ring(slots::slot(number), fd));
+    slots::each(|number, fd| _ = data::honour_closed_ring(slots::slot(number), fd));
 }
 
 /// Something that knows nothing of rings will have a descriptor of this connection.
@@ -211,10 +211,13 @@ pub(crate) fn hand_over(number: u32, fd: c_int, is_read: bool) {
         return;
     }
     stays(slot, fd, Reason::Shared, &", from here on");
-    let left = data::demote(slot, fd);
+    let left = if is_read { data::demote_for_reading(slot, fd) } else { data::demote(slot, fd) };
     if left > 0 && is_read {
         // It would miss bytes without a sign. So that it does not, it has none.
-        crate::report::tell(fd, &format_args!("reset: a program that was started would have missed {left} bytes"));
+        crate::report::tell(
+            fd,
+            &format_args!("reset: the program that has been given it would have missed {left} bytes"),
+        );
         crate::tcp::Connection::new(fd).reset();
     }
 }
@@ -231,7 +234,7 @@ pub(crate) fn before_strict_mode() {
         let slot = slots::slot(number);
         stays(slot, fd, Reason::Unsupported, &": a sandbox of reads and writes");
         if slot.is_accelerated() {
-            data::demote(slot, fd);
+            data::demote_for_reading(slot, fd);
         }
     });
     let limit = Instant::now() + STRICT_MAX;

@@ -202,6 +202,31 @@ impl Connection {
         unsafe { real::poll(&raw mut one, 1, c_int::try_from(time.as_millis()).unwrap_or(c_int::MAX)) >= 0 }
     }
 
+    /// Sleeps like a call that receives, but also until the socket is writable. Ok(true) after any event of the kernel.
+    pub(crate) fn wait_for_either(self, left: Option<Duration>) -> Result<bool, c_int> {
+        let mut one = libc::pollfd { fd: self.fd, events: libc::POLLIN | libc::POLLOUT, revents: 0 };
+        let time = left
+            .or_else(|| self.receive_limit())
+            .map_or(-1, |left| c_int::try_from(left.as_millis()).unwrap_or(c_int::MAX));
+        // SAFETY: one element.
+        match unsafe { real::poll(&raw mut one, 1, time) } {
+            0 => Err(libc::EAGAIN),
+            1.. => Ok(true),
+            _ => Err(libc::EINTR),
+        }
+    }
+
+    /// Waits for [`Writer::send_again`](thruway_sockets::Writer::send_again): until something can be sent, or, while the reader is to return
+    /// bytes, a millisecond. False if a signal handler has run before.
+    pub(crate) fn wait_to_send_again(self, awaits_return: bool, time: Duration) -> bool {
+        if !awaits_return {
+            return self.wait_for_room(time);
+        }
+        let mut one = libc::pollfd { fd: self.fd, events: 0, revents: 0 };
+        // SAFETY: one element.
+        unsafe { real::poll(&raw mut one, 1, 1) >= 0 }
+    }
+
     /// What the kernel says of it, as bits of `poll` and `epoll`, which are the same.
     pub(crate) fn poll(self) -> u32 {
         let events = libc::POLLRDHUP | libc::POLLIN | libc::POLLRDNORM | libc::POLLOUT | libc::POLLWRNORM;

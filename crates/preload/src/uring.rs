@@ -31,13 +31,14 @@ pub(crate) fn note() {
     }
 }
 
-/// Has a connection go on by TCP. It is reset where bytes of the ring would come behind others that TCP has already.
+/// Has a connection go on by TCP. It is reset where bytes of the ring precede bytes on the TCP connection
+/// and the peer does not send them again.
 pub(crate) fn leave_ring(slot: &Slot, fd: i32) {
     if !slot.is_accelerated() {
         return;
     }
     stays(slot, fd, Reason::Uring, &", from here on");
-    let left = data::demote(slot, fd);
+    let left = data::demote_for_reading(slot, fd);
     if left > 0 {
         report::tell(fd, &format_args!("reset: a program that uses io_uring would have missed {left} bytes"));
         crate::tcp::Connection::new(fd).reset();

@@ -12,11 +12,14 @@
 //!
 //! The reader can close the ring at any time ([`Reader::close_ring`]): it sets a bit in the very word by which the writer publishes and
 //! changes ways, so both ends agree on the last byte. The writer sends again, by TCP, what the reader has not taken from the ring.
+//! Where TCP has later bytes already, the reader takes the whole unread stream, and the writer sends that again ([`Return`]).
 
 mod reader;
+mod returning;
 mod writer;
 
 pub use reader::{Found, Reader};
+pub use returning::{Return, Step};
 pub use writer::Writer;
 
 use crate::iovecs::Pieces;

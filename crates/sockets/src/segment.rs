@@ -57,14 +57,20 @@ pub(crate) struct Control {
     /// Doorbells that the writer has begun to ring, and has rung.
     pub(crate) ringing: AtomicU64,
     pub(crate) rung: AtomicU64,
-    _writer: [u8; 96],
+    /// Progress of [`Control::returned`]: [`STOPPED`], and [`POSITION`] bits up the bytes written to the TCP connection by then, plus the
+    /// returned bytes sent again. 0 before the writer has stopped.
+    pub(crate) resent: AtomicU64,
+    _writer: [u8; 88],
     /// Bytes ever read from the ring.
     pub(crate) head: AtomicU64,
     /// Runs that the reader has come to the end of.
     pub(crate) done: AtomicU32,
     /// [`READY`] and [`GONE`].
     pub(crate) reader: AtomicU32,
-    _reader: [u8; 112],
+    /// After the ring was closed: the reader returns bytes through the ring's memory, for the writer to send again by TCP. Their number,
+    /// [`POSITION`] bits up, with [`RETURNS`] and [`RETURNED_ALL`].
+    pub(crate) returned: AtomicU64,
+    _reader: [u8; 104],
     /// The reader wants to be woken by what comes next: 0, or a number of [`WakeBy`].
     pub(crate) armed: AtomicU32,
     /// Relayed: the reader takes nothing more from the ring, and waits until the writer cannot put anything there.
@@ -99,6 +105,13 @@ pub enum WakeBy {
 pub(crate) const READY: u32 = 1;
 /// In [`Control::reader`]: nothing reads this direction any more.
 pub(crate) const GONE: u32 = 2;
+
+/// In [`Control::returned`]: the writer is to stop sending until all bytes are returned.
+pub(crate) const RETURNS: u64 = 1;
+/// In [`Control::returned`]: no further bytes are returned.
+pub(crate) const RETURNED_ALL: u64 = 2;
+/// In [`Control::resent`]: the writer has stopped.
+pub(crate) const STOPPED: u64 = 1;
 
 /// In [`Control::bell`]: doorbells may be rung.
 pub(crate) const BELL_FREE: u32 = 0;
@@ -221,7 +234,9 @@ impl Segment {
         self.head().accepted.store(0, Ordering::Relaxed);
         for direction in 0..2 {
             let control = self.control(direction);
-            for word in [&control.ringing, &control.rung, &control.head, &control.settled] {
+            for word in
+                [&control.ringing, &control.rung, &control.resent, &control.head, &control.returned, &control.settled]
+            {
                 word.store(0, Ordering::Relaxed);
             }
             for word in [

@@ -249,6 +249,13 @@ fn a_program_that_is_given_a_connection_finds_the_whole_stream() {
     }
 }
 
+/// Wherever the peer is, and whatever it waits by.
+#[test]
+fn a_program_without_the_library_is_handed_a_stream_in_the_middle() {
+    let counted = counters(&compare_in_c("handed", STATS));
+    assert!(counted["accelerated"] == 156 && counted["demoted"] == 78, "{counted:?}");
+}
+
 #[test]
 fn rules_leave_connections_to_tcp() {
     let (_server, port) = Running::server(peers(RUN, &["echo_server"]));

@@ -1,6 +1,6 @@
 //! What a connection goes through before an end of it: it is shut down, closed, or left to TCP.
 
-use super::code;
+use super::{code, keep_error};
 use crate::relayed::{CATCH_UP_MAX, Pause, at_end, closing_time, is_settled, take_tcp_back};
 use crate::report::{count, counters};
 use crate::slots::{self, Receiving, Sending, Slot};
@@ -8,8 +8,11 @@ use crate::tcp::Connection;
 use crate::{room, switch};
 use libc::c_int;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::time::Duration;
-use thruway_sockets::Found;
+use std::time::{Duration, Instant};
+use thruway_sockets::{Found, Return, Step};
+
+/// Longest time that a call which closes waits for doorbells that the kernel has not delivered yet.
+const DOORBELLS_MAX: Duration = Duration::from_millis(20);
 
 /// Before the last descriptor of a connection is closed: doorbells that nothing has read would have the kernel reset it, and bytes in
 /// the ring that nothing has read would not.
@@ -25,7 +28,13 @@ pub(crate) fn settle(slot: &Slot, fd: c_int, mut receiving: Receiving<'_>) {
     let Receiving { segment, reader, .. } = &mut receiving;
     match reader.find(segment, &connection) {
         Ok(Found::Ring(_)) => connection.reset_at_close(),
-        Ok(Found::Nothing) => _ = reader.discard_doorbells(segment, &connection),
+        Ok(Found::Nothing) => {
+            let mut pause = Pause::default();
+            reader.discard_doorbells(segment, &connection);
+            while !segment.is_relayed() && reader.has_doorbells(segment) && pause.pass(DOORBELLS_MAX) {
+                reader.discard_doorbells(segment, &connection);
+            }
+        }
         _ => {}
     }
     take_tcp_back(segment, fd);
@@ -87,46 +96,124 @@ pub(crate) fn before_shutdown(slot: &Slot, fd: c_int, directions: u8) {
 }
 
 /// The peer has handed its end to something that reads plain TCP: that is sent again what it has not taken from the ring.
-pub(crate) fn honour_closed_ring(slot: &Slot, fd: c_int) {
-    if let Ok(Some(mut sending)) = slot.sending() {
-        let Sending { segment, writer, .. } = &mut sending;
-        if writer.is_closed_by_reader(segment) && slot.plain_sends.load(Ordering::SeqCst) == 0 {
-            let _ = writer.send_again(segment, &Connection::new(fd));
-        }
+/// False if TCP has no room for all of it yet.
+pub(crate) fn honour_closed_ring(slot: &Slot, fd: c_int) -> bool {
+    let Ok(Some(mut sending)) = slot.sending() else { return true };
+    let Sending { segment, writer, .. } = &mut sending;
+    if !writer.is_closed_by_reader(segment) || slot.plain_sends.load(Ordering::SeqCst) > 0 {
+        return true;
     }
+    !matches!(writer.send_again(segment, &Connection::new(fd)), Ok(false)) || writer.awaits_return()
 }
 
 /// Steps of a tenth of a second that calls of this process have waited for peers which are other users.
 static WAITED_FOR_OTHERS: AtomicU32 = AtomicU32::new(0);
-const WAITS_FOR_OTHERS: u32 = 20;
 
 /// Whether a call that ends something may wait another such step for the peer: for other users two seconds in all.
 fn may_wait_for_peer(slot: &Slot) -> bool {
-    !slot.is_others.load(Ordering::Relaxed) || WAITED_FOR_OTHERS.fetch_add(1, Ordering::Relaxed) < WAITS_FOR_OTHERS
+    !slot.is_others.load(Ordering::Relaxed) || WAITED_FOR_OTHERS.fetch_add(1, Ordering::Relaxed) < STEPS
 }
+
+/// Steps, of a tenth of a second, that a call which ends something waits for the peer.
+const STEPS: u32 = 20;
+const STEP: Duration = Duration::from_millis(100);
 
 /// As [`honour_closed_ring`], before the connection is closed or handed over: for two seconds at most, and for peers which are other users
 /// for as long all together. False if the reader has not been sent all of it by then: what follows must not look like the end.
 fn honour_before_end(slot: &Slot, fd: c_int) -> bool {
     let connection = Connection::new(fd);
-    for _ in 0..20 {
+    let (begin, mut steps) = (Instant::now(), 0);
+    loop {
         let Ok(Some(mut sending)) = slot.sending() else { return true };
         let Sending { segment, writer, .. } = &mut sending;
         if !matches!(writer.send_again(segment, &connection), Ok(false)) {
             return true;
         }
+        let awaits = writer.awaits_return();
         drop(sending);
-        if !may_wait_for_peer(slot) {
-            return false;
+        while STEP * steps <= begin.elapsed() {
+            if steps == STEPS || !may_wait_for_peer(slot) {
+                return false;
+            }
+            steps += 1;
         }
-        connection.wait_for_room(Duration::from_millis(100));
+        connection.wait_to_send_again(awaits, STEP);
     }
-    false
 }
 
-/// Has the whole connection go by plain TCP from here on, because something will use it that knows nothing of rings. The number of
-/// bytes that would be missing.
+/// Wakes a peer that may wait for an answer, so that it takes notice of a ring that is closed, or of returned bytes.
+fn call_peer(slot: &Slot, fd: c_int) {
+    if let Ok(Some(mut sending)) = slot.sending() {
+        let connection = Connection::new(fd);
+        let Sending { segment, writer, .. } = &mut sending;
+        // On a direction that goes by TCP, a doorbell would be data.
+        if writer.is_tcp() && !segment.is_relayed() && slot.plain_sends.load(Ordering::SeqCst) == 0 {
+            let _ = writer.leave_tcp(segment, &connection);
+        }
+        writer.call(segment, &connection);
+    }
+}
+
+/// Longest time between two calls of a peer that does not act.
+const CALLS_MAX: Duration = Duration::from_millis(64);
+
+/// Has the peer send all unread bytes again by TCP, after the ring was closed where bytes of it precede others on the TCP connection. False
+/// if it cannot, or does nothing for two seconds.
+fn return_unread(slot: &Slot, fd: c_int, receiving: &mut Receiving<'_>) -> bool {
+    let connection = Connection::new(fd);
+    let mut bytes = Return::default();
+    let (mut begin, mut called, mut apart, mut steps) = (Instant::now(), None::<Instant>, Duration::from_millis(1), 0);
+    loop {
+        let Receiving { segment, reader, .. } = &mut *receiving;
+        let step = bytes.step(reader, segment, &connection);
+        keep_error(slot, reader);
+        let Ok(step) = step else { return false };
+        match step {
+            Step::Done => return true,
+            // A peer that is another user has two seconds in all.
+            Step::Moved if !slot.is_others.load(Ordering::Relaxed) => {
+                (begin, apart, steps) = (Instant::now(), Duration::from_millis(1), 0);
+            }
+            // A peer that sends goes on when the next reader has made room.
+            Step::Returned if begin.elapsed() >= STEP => return true,
+            _ => {}
+        }
+        while step != Step::Moved && STEP * steps <= begin.elapsed() {
+            if steps == STEPS || !may_wait_for_peer(slot) {
+                return false;
+            }
+            steps += 1;
+        }
+        // After its end, a peer sends nothing again.
+        if connection.ends() != 0 {
+            return false;
+        }
+        if called.is_none_or(|called| called.elapsed() >= apart) {
+            call_peer(slot, fd);
+            (called, apart) = (Some(Instant::now()), (apart * 2).min(CALLS_MAX));
+            // The peer may be in this process.
+            slots::each(|number, other| {
+                if !std::ptr::eq(slots::slot(number), slot) {
+                    honour_closed_ring(slots::slot(number), other);
+                }
+            });
+        }
+        std::thread::yield_now();
+    }
+}
+
+/// Has the whole connection go by plain TCP from here on, because something will use it that knows nothing of rings. Returns the number of
+/// bytes that are out of order on the TCP connection: the library reads them in order, other programs do not.
 pub(crate) fn demote(slot: &Slot, fd: c_int) -> usize {
+    demote_for(slot, fd, false)
+}
+
+/// As [`demote`], before something reads the TCP connection by itself: has the peer send again bytes that are out of order there.
+pub(crate) fn demote_for_reading(slot: &Slot, fd: c_int) -> usize {
+    demote_for(slot, fd, true)
+}
+
+fn demote_for(slot: &Slot, fd: c_int, is_read: bool) -> usize {
     count(&counters().demoted, 1);
     // How long it lasts is not counted from here on, and says nothing of others.
     slot.service.store(0, Ordering::Relaxed);
@@ -145,11 +232,12 @@ pub(crate) fn demote(slot: &Slot, fd: c_int) -> usize {
             goes_on
         };
         left = reader.close_ring(segment, &connection, patience).unwrap_or(usize::MAX);
+        let is_here = !segment.is_relayed() && left != usize::MAX;
+        if left > 0 && is_read && is_here && return_unread(slot, fd, &mut receiving) {
+            left = 0;
+        }
     }
-    if let Ok(Some(sending)) = slot.sending() {
-        // So that the peer sends again what is left, though it may wait for an answer to that.
-        sending.writer.call(&sending.segment, &connection);
-    }
+    call_peer(slot, fd);
     enter_tcp_at_end(slot, fd);
     if !honour_before_end(slot, fd) {
         connection.reset();

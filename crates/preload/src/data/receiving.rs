@@ -277,7 +277,7 @@ unsafe fn receive_accelerated(
             }
             std::thread::yield_now();
         }
-        honour_closed_ring(slot, fd);
+        let has_sent_again = honour_closed_ring(slot, fd);
         wait::note_drained(number);
         if busy_polls && wait::spin(slot, wait::Limit::within(None), || is_readable(slot)) {
             continue;
@@ -286,7 +286,9 @@ unsafe fn receive_accelerated(
         let left = began.filter(|_| flags & libc::MSG_DONTWAIT == 0 && waits(fd));
         began.get_or_insert_with(Instant::now);
         let left = left.and_then(|began| Some(connection.receive_limit()?.saturating_sub(began.elapsed())));
-        match sleep(which, flags, left) {
+        let waits_for_room = !has_sent_again && flags & libc::MSG_DONTWAIT == 0 && waits(fd);
+        let slept = if waits_for_room { connection.wait_for_either(left) } else { sleep(which, flags, left) };
+        match slept {
             Ok(true) => {
                 woken += 1;
                 has_tried = false;

@@ -94,6 +94,9 @@ fn transmit_plain(which: Which, plain: impl Fn() -> ssize_t) -> Option<ssize_t> 
 /// Bytes that go by TCP when the ring is full, before it is looked at again.
 const OVERFLOW: usize = 256 << 10;
 
+/// Longest time that a call which does not wait helps a reader to return bytes: readiness to send would not tell the program of them.
+const RETURN_MAX: Duration = Duration::from_millis(200);
+
 /// Sends through the ring as far as that is possible. False if the rest must go by TCP; then [`Slot::plain_sends`] counts this call,
 /// so that no other one leaves TCP meanwhile. `total`: bytes of the whole call.
 unsafe fn send_accelerated(
@@ -128,16 +131,26 @@ unsafe fn send_accelerated(
         }
         let is_alone = slot.plain_sends.load(Ordering::SeqCst) == 0;
         if is_alone && !writer.send_again(segment, &connection).map_err(|error| failed(&error))? {
+            let awaits = writer.awaits_return();
+            if awaits && is_peer_gone(connection, segment, writer) {
+                // The TCP call reports the peer's end.
+                slot.plain_sends.fetch_add(1, Ordering::SeqCst);
+                return Ok(false);
+            }
             drop(sending);
             let waited = begin.get_or_insert_with(Instant::now).elapsed();
+            if awaits && waited >= CATCH_UP_MAX {
+                return Err(broken(slot, fd, &io::ErrorKind::TimedOut.into()));
+            }
             let limit = connection.send_limit();
             let left = limit.map_or(Duration::from_secs(1), |limit| limit.saturating_sub(waited));
-            if flags & libc::MSG_DONTWAIT != 0 || !waits(fd) || left.is_zero() {
+            let is_impatient = flags & libc::MSG_DONTWAIT != 0 || !waits(fd);
+            if left.is_zero() || is_impatient && !(awaits && waited < RETURN_MAX) {
                 return Err(libc::EAGAIN);
             }
             // As in the kernel: a call with a time limit is not begun again behind a signal handler.
-            let is_over = limit.is_some() || signals::handlers() != Handlers::Restart;
-            if !connection.wait_for_room(left.min(Duration::from_secs(1))) && is_over {
+            let is_over = !is_impatient && (limit.is_some() || signals::handlers() != Handlers::Restart);
+            if !connection.wait_to_send_again(awaits, left.min(Duration::from_secs(1))) && is_over {
                 return Err(libc::EINTR);
             }
             continue;
@@ -248,6 +261,10 @@ fn looks_gone(slot: &Slot, connection: Connection, segment: &Segment, writer: &W
     if slot.looked_at.swap(now, Ordering::Relaxed) == now {
         return false;
     }
+    is_peer_gone(connection, segment, writer)
+}
+
+fn is_peer_gone(connection: Connection, segment: &Segment, writer: &Writer) -> bool {
     // A peer that has ended its own direction only goes on reading.
     let is_half_open = libc::EPOLLRDHUP as u32;
     match connection.ends() {

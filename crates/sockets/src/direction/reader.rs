@@ -532,6 +532,11 @@ impl Reader {
         }
     }
 
+    /// True while rung doorbells are not discarded.
+    pub fn has_doorbells(&self, segment: &Segment) -> bool {
+        self.bells(segment) > 0
+    }
+
     /// When [`Reader::find`] has found nothing: discards the doorbells that have rung, and takes back wake-ups by the relay, so that the
     /// kernel calls the connection readable only when there is something new. Whether there was a doorbell.
     pub fn discard_doorbells(&mut self, segment: &Segment, tcp: &impl Tcp) -> bool {
@@ -604,6 +609,20 @@ impl Reader {
         self.is_closed
     }
 
+    pub(super) fn direction(&self) -> usize {
+        self.direction
+    }
+
+    /// Bytes ever taken from the TCP connection.
+    pub(super) fn position(&self) -> u64 {
+        self.position
+    }
+
+    /// The unread stream is on the TCP connection again.
+    pub(super) fn end_return(&mut self) {
+        self.missing = 0;
+    }
+
     /// Whether whatever comes on the TCP connection from here on is the stream, and nothing comes by the ring: within a host, and after the
     /// ring was closed.
     ///
@@ -623,8 +642,8 @@ impl Reader {
 
     /// Takes nothing more from the ring: the peer goes on by TCP, beginning with what is in the ring now. The doorbells that are on their
     /// way have been discarded when this returns, so that whatever reads the TCP connection next finds the stream there. `patience` says
-    /// how often it may look for them. The number of bytes of the ring that cannot come again, because what lies behind them has been sent
-    /// by TCP already.
+    /// how often it may look for them. Returns the number of bytes that are out of order on the TCP connection: bytes of the ring that
+    /// cannot come again, because TCP has later ones already, and doorbells behind unread bytes. A [`Return`](super::Return) repairs that.
     ///
     /// # Errors
     /// [`Broken`].
@@ -675,13 +694,17 @@ impl Reader {
             if found == Found::Nothing {
                 self.discard_doorbells(segment, tcp);
             }
-            let is_ringing = match segment.is_relayed() {
-                // Those that have been rung on the other host may be on their way.
-                true => self.bells(segment) > 0,
-                false => control.ringing.load(Ordering::SeqCst) != control.rung.load(Ordering::SeqCst),
-            };
+            // Doorbells may be on their way, also within a host: a busy kernel delivers them later. Those behind bytes of the stream stay.
+            let mut is_ringing = (segment.is_relayed() || found == Found::Nothing) && self.bells(segment) > 0;
+            if !segment.is_relayed() {
+                is_ringing |= control.ringing.load(Ordering::SeqCst) != control.rung.load(Ordering::SeqCst);
+            }
             if !is_ringing || !patience() {
-                return Ok(if let Found::Ring(len) = found { len } else { 0 });
+                return Ok(match found {
+                    Found::Ring(len) => len,
+                    _ if !segment.is_relayed() => self.bells(segment),
+                    _ => 0,
+                });
             }
         }
     }

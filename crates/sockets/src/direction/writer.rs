@@ -3,7 +3,8 @@
 use super::{Broken, PIECES, Tcp, in_order};
 use crate::iovecs::Pieces;
 use crate::segment::{
-    BELL_FREE, BELL_WRITER, BY_TCP, CLOSED, Control, End, GONE, OPEN, Over, POSITION, READY, RUNS, Segment, outward,
+    BELL_FREE, BELL_WRITER, BY_TCP, CLOSED, Control, End, GONE, OPEN, Over, POSITION, READY, RETURNED_ALL, RETURNS,
+    RUNS, STOPPED, Segment, outward,
 };
 use std::io;
 use std::sync::atomic::{Ordering, fence};
@@ -28,6 +29,21 @@ pub struct Writer {
     is_closed: bool,
     /// Then, how much of it has been sent again, from what the reader had read.
     owed: u64,
+    /// Position of the ring at which the last run began.
+    run_ring: u64,
+    /// Set once this end has stopped for bytes that the reader returns.
+    stop: Option<Stop>,
+}
+
+/// A stop until the reader has returned the unread part of the stream.
+#[derive(Debug)]
+struct Stop {
+    /// Bytes written to the TCP connection before.
+    written: u64,
+    /// Returned bytes that have been sent again.
+    resent: u64,
+    /// No further bytes are returned, and all have been sent again.
+    is_over: bool,
 }
 
 impl Writer {
@@ -43,6 +59,8 @@ impl Writer {
             is_pinned: false,
             is_closed: false,
             owed: 0,
+            run_ring: 0,
+            stop: None,
         }
     }
 
@@ -58,7 +76,12 @@ impl Writer {
 
     /// Whether all that is sent from here on goes by TCP, and nothing is owed to a reader that has closed the ring.
     pub fn is_plain(&self) -> bool {
-        self.is_tcp && self.is_pinned && self.owed >= self.tail
+        self.is_tcp && self.is_pinned && self.owed >= self.tail && !self.awaits_return()
+    }
+
+    /// Whether nothing may be sent until the reader has returned more bytes, or all.
+    pub fn awaits_return(&self) -> bool {
+        self.stop.as_ref().is_some_and(|stop| !stop.is_over)
     }
 
     /// Free bytes of the ring; looks at the peer's position if there are fewer than `wanted`.
@@ -172,6 +195,7 @@ impl Writer {
         run.ring.store(ring, Ordering::Relaxed);
         run.start.store(start, Ordering::Relaxed);
         run.end.store(OPEN, Ordering::Relaxed);
+        self.run_ring = ring;
         self.opened += 1;
         control.opened.store(self.opened, Ordering::Release);
         self.is_tcp = true;
@@ -199,8 +223,9 @@ impl Writer {
         !self.is_closed
     }
 
-    /// Sends again, by TCP, what a reader that has closed the ring has not taken from it. The caller vouches that nothing else writes to
-    /// the TCP connection meanwhile. False if TCP has no room for all of it yet: then nothing else may be sent.
+    /// Sends again, by TCP, unread bytes of a ring that its reader has closed, and bytes that the reader returns. The caller vouches that
+    /// nothing else writes to the TCP connection meanwhile. False while bytes are left, because TCP has no room or the reader has not
+    /// returned them yet ([`Writer::awaits_return`]): then nothing else may be sent.
     ///
     /// # Errors
     /// [`Broken`], those of the TCP connection.
@@ -215,8 +240,10 @@ impl Writer {
             if head < self.head || head > self.tail {
                 return Err(Broken.into());
             }
-            self.begin_run(segment, head, tcp.written()?);
-            self.owed = head;
+            // The reader finds bytes before the last run in the ring.
+            let from = head.max(self.run_ring);
+            self.begin_run(segment, from, tcp.written()?);
+            self.owed = from;
             segment.wake_relay(tcp);
         } else if !self.is_pinned {
             // The ring was not in use: nothing in it is to be sent again.
@@ -237,7 +264,39 @@ impl Writer {
                 }
             }
         }
-        Ok(true)
+        self.send_returned(segment, tcp)
+    }
+
+    /// Sends again bytes that the reader returns. False while bytes are left.
+    fn send_returned(&mut self, segment: &Segment, tcp: &impl Tcp) -> io::Result<bool> {
+        let control = segment.control(self.direction);
+        if control.returned.load(Ordering::Acquire) & RETURNS == 0 {
+            return Ok(true);
+        }
+        if self.stop.is_none() {
+            self.stop = Some(Stop { written: tcp.written()?, resent: 0, is_over: false });
+        }
+        let Some(stop) = self.stop.as_mut().filter(|stop| !stop.is_over) else { return Ok(true) };
+        let size = segment.ring_size();
+        loop {
+            control.resent.store((stop.written + stop.resent) << POSITION | STOPPED, Ordering::Release);
+            let word = control.returned.load(Ordering::Acquire);
+            let left = (word >> POSITION).checked_sub(stop.resent).filter(|left| *left <= size as u64).ok_or(Broken)?;
+            if left == 0 {
+                stop.is_over = word & RETURNED_ALL != 0;
+                return Ok(stop.is_over);
+            }
+            let at = stop.resent as usize & (size - 1);
+            // SAFETY: inside the ring.
+            match unsafe { tcp.send(segment.ring(self.direction).add(at), (left as usize).min(size - at)) } {
+                Ok(sent) => stop.resent += sent as u64,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(false),
+                Err(error) => {
+                    stop.is_over = true;
+                    return Err(error);
+                }
+            }
+        }
     }
 
     /// Whether the reader has closed the ring.
