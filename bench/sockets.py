@@ -167,4 +167,5 @@ def measure(directory):
         sys.stdout.flush()
 
 
-main()
+if __name__ == "__main__":
+    main()

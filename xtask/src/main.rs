@@ -98,6 +98,7 @@ fn main() -> ExitCode {
         ["fuzz", seconds] => fuzz(seconds),
         ["semver", rev] => semver(rev),
         ["mutants", part, rest @ ..] => mutants(part, rest),
+        ["bench", "sockets", "fallback", rest @ ..] => bench_fallback(rest),
         ["bench", rest @ ..] => run("bench", "bash", &[&["bench/run"], rest].concat()),
         _ => {
             print!("{USAGE}");
@@ -240,6 +241,15 @@ fn node() -> Result<String, String> {
         }
     }
     Ok(to)
+}
+
+/// Cost of `thruway run` for connections on TCP: all programs, or those with these names.
+fn bench_fallback(names: &[&str]) -> Result<(), String> {
+    install(
+        PROGRAMS.into_iter().filter(|(command, _)| *command == "npm" && !has(command)).map(|(_, package)| package),
+    )?;
+    let node = node()?;
+    run_with("bench", "bash", &[&["bench/run", "sockets", "fallback"], names].concat(), &[("NODE", &node)])
 }
 
 /// Both programs are crates; they are built once.
