@@ -22,7 +22,7 @@ cargo xtask TASK
   miri          tests of what does no input or output, under Miri (a quarter of an hour; needs a nightly toolchain)
   soak MINUTES  disks in use while the daemon is killed again and again, and programs on disks that fail, from new seeds
   soak-sockets MINUTES  random calls on accelerated sockets, compared with TCP, and hostile peers, from new seeds
-  programs      PostgreSQL, memcached, redis, nginx, Open MPI, Java, ssh and others by `thruway run`, beside the same on TCP
+  programs      PostgreSQL, memcached, redis, nginx, HAProxy, PHP-FPM, Java, Erlang and others by `thruway run`, beside the same on TCP
   soak-nfs MINUTES  files in use by Linux's NFS clients while the server is killed again and again, in a guest, from a new seed
   posix         fsx and pjdfstest on the file systems that Linux's NFS clients make of Thruway's, in a guest
   replay POINTS the guest test in which the power fails at points of what a disk was told, at so many of them
@@ -181,14 +181,18 @@ fn install<'a>(packages: impl Iterator<Item = &'a str>) -> Result<(), String> {
 }
 
 /// What `programs` runs: a command, and the package that has it, if nothing else does.
-const PROGRAMS: [(&str, &str); 17] = [
+const PROGRAMS: [(&str, &str); 22] = [
     ("curl", "curl"),
+    ("erlc", "erlang-base"),
+    ("etcd", "etcd-server"),
     ("g++", "g++"),
     ("javac", "default-jdk-headless"),
+    ("/usr/sbin/haproxy", "haproxy"),
     ("go", "golang-go"),
     ("memccapable", "libmemcached-tools"),
     ("mpicc", "libopenmpi-dev"),
     ("memcached", "memcached"),
+    ("/usr/sbin/nats-server", "nats-server"),
     ("/usr/sbin/nginx", "nginx-light"),
     ("npm", "npm"),
     ("mpirun", "openmpi-bin"),
@@ -198,13 +202,16 @@ const PROGRAMS: [(&str, &str); 17] = [
     ("redis-benchmark", "redis-tools"),
     ("rsync", "rsync"),
     ("socat", "socat"),
+    ("/usr/sbin/varnishd", "varnish"),
     ("wrk", "wrk"),
 ];
 
 /// Real programs by `thruway run`, all or some.
 fn programs(names: &[&str]) -> Result<(), String> {
     install(PROGRAMS.into_iter().filter(|(command, _)| !has(command)).map(|(_, package)| package))?;
-    install(["libboost1.81-dev", "liburing-dev", "netpipe-tcp", "python3-venv", "qperf", "redis-server"].into_iter())?;
+    let others =
+        ["libboost1.81-dev", "liburing-dev", "netpipe-tcp", "php-fpm", "python3-venv", "qperf", "redis-server"];
+    install(others.into_iter())?;
     let (redis_py, node) = (redis_py()?, node()?);
     run("release program", "cargo", &["build", "--release", "--quiet", "-p", "thruway", "-p", "thruway-preload"])?;
     let script = ["crates/thruway/tests/sockets/programs.py", "target/release/thruway"];

@@ -4,6 +4,7 @@
 
 Each is run as it is, by `thruway run`, and through a relay (`--remote`, in user space on this host). What its client gets is compared.
 """
+import base64
 import contextlib
 import hashlib
 import json
@@ -36,13 +37,21 @@ def free_port():
         return sock.getsockname()[1]
 
 
+def relay_port():
+    """A free port with a free one behind it, outside the range from which the kernel takes ports: the relay starts later, and again."""
+    while True:
+        port = random.randrange(10_000, 30_000)
+        with contextlib.suppress(OSError), socket.create_server(("", port)), socket.create_server(("", port + 1)):
+            return port
+
+
 def relay(user="root"):
     """What `thruway run` is given to have a relay of this user's carry connections within this host."""
     key, policy = HERE / f"key-{user}", HERE / "policy.toml"
     subprocess.run([THRUWAY, "keygen", "--quiet", "--output", key], check=True)
     shutil.chown(key, user)
     policy.write_text('[[rule]]\nports = "1-65535"\nmode = "relay"\n')
-    options = ["--relay-port", str(free_port()), "--provider", "iwarp", "--key", key, "--peers", f"{key}.pub"]
+    options = ["--relay-port", str(relay_port()), "--provider", "iwarp", "--key", key, "--peers", f"{key}.pub"]
     return [THRUWAY, "run", "--remote", *map(str, options), "--policy", str(policy)]
 
 
@@ -249,8 +258,8 @@ int main(int argc, char **argv) {
 
 
 @program
-def java(way):
-    """Sockets that wait, and channels with a selector."""
+def java(way, role="call"):
+    """A client whose sockets wait, and a server of channels with a selector."""
     home = HERE / "java"
     if not home.exists():
         home.mkdir()
@@ -258,7 +267,13 @@ def java(way):
         subprocess.run(["javac", "-d", home, home / "Echo.java"], check=True)
     port = free_port()
     with running(way.server(["java", "-cp", str(home), "Echo", "serve", str(port)]), port):
-        return way.client(["java", "-cp", str(home), "Echo", "call", str(port)])
+        return way.client(["java", "-cp", str(home), "Echo", role, str(port)])
+
+
+@program
+def java_nio(way):
+    """Channels with a selector at both ends."""
+    return java(way, "select")
 
 
 JAVA = r"""
@@ -270,7 +285,53 @@ import java.util.*;
 public class Echo {
     public static void main(String[] args) throws Exception {
         int port = Integer.parseInt(args[1]);
-        if (args[0].equals("serve")) serve(port); else call(port);
+        if (args[0].equals("serve")) serve(port);
+        else if (args[0].equals("select")) select(port);
+        else call(port);
+    }
+    static class Turns {
+        final Random random;
+        byte[] sent;
+        ByteBuffer out, in;
+        int turns;
+        Turns(int seed) { random = new Random(seed); next(); }
+        void next() {
+            sent = new byte[new int[] {1, 100, 5000, 60000, 700000}[random.nextInt(turns < 200 ? 3 : 5)]];
+            random.nextBytes(sent);
+            out = ByteBuffer.wrap(sent);
+            in = ByteBuffer.allocate(sent.length);
+            turns++;
+        }
+    }
+    static void select(int port) throws Exception {
+        Selector selector = Selector.open();
+        for (int i = 0; i < 4; i++) {
+            SocketChannel channel = SocketChannel.open();
+            channel.configureBlocking(false);
+            channel.connect(new InetSocketAddress("127.0.0.1", port));
+            channel.register(selector, SelectionKey.OP_CONNECT, new Turns(i));
+        }
+        long bytes = 0;
+        for (int left = 4; left > 0;) {
+            selector.select();
+            for (Iterator<SelectionKey> keys = selector.selectedKeys().iterator(); keys.hasNext();) {
+                SelectionKey key = keys.next();
+                keys.remove();
+                SocketChannel channel = (SocketChannel) key.channel();
+                Turns turns = (Turns) key.attachment();
+                if (key.isConnectable()) channel.finishConnect();
+                if (key.isReadable() && channel.read(turns.in) < 0) throw new RuntimeException("an early end");
+                if (!turns.in.hasRemaining()) {
+                    if (!Arrays.equals(turns.sent, turns.in.array())) throw new RuntimeException("other bytes");
+                    bytes += turns.sent.length;
+                    if (turns.turns == 250) { channel.close(); left--; continue; }
+                    turns.next();
+                }
+                channel.write(turns.out);
+                key.interestOps(SelectionKey.OP_READ | (turns.out.hasRemaining() ? SelectionKey.OP_WRITE : 0));
+            }
+        }
+        System.out.println(bytes + " bytes");
     }
     static void serve(int port) throws Exception {
         Selector selector = Selector.open();
@@ -322,6 +383,225 @@ public class Echo {
     }
 }
 """
+
+
+@program
+def erlang(way):
+    """gen_tcp, in the modes active, once and passive, with a process for each of four connections."""
+    home = HERE / "erlang"
+    if not home.exists():
+        home.mkdir()
+        (home / "echo.erl").write_text(ERLANG)
+        subprocess.run(["erlc", "-o", home, home / "echo.erl"], check=True)
+    port = free_port()
+    command = lambda role: ["erl", "-noinput", "-pa", str(home), "-run", "echo", role, str(port)]  # noqa: E731
+    environment = {**os.environ, "HOME": str(home), "ERL_CRASH_DUMP": str(home / "crash")}
+    with running(way.server(command("serve")), port, env=environment):
+        return way.client(command("ask"), env=environment)
+
+
+ERLANG = r"""
+-module(echo).
+-export([serve/1, ask/1]).
+options() -> [binary, {active, false}, {nodelay, true}, {reuseaddr, true}, {ip, {127, 0, 0, 1}}, {backlog, 100}].
+serve([Port]) ->
+    {ok, Listener} = gen_tcp:listen(list_to_integer(Port), options()),
+    accept(Listener).
+accept(Listener) ->
+    {ok, Socket} = gen_tcp:accept(Listener),
+    Pid = spawn(fun() -> receive go -> inet:setopts(Socket, [{active, once}]), echo(Socket) end end),
+    ok = gen_tcp:controlling_process(Socket, Pid),
+    Pid ! go,
+    accept(Listener).
+echo(Socket) ->
+    receive
+        {tcp, Socket, Data} -> ok = gen_tcp:send(Socket, Data), inet:setopts(Socket, [{active, once}]), echo(Socket);
+        {tcp_closed, Socket} -> ok
+    end.
+ask([Port]) ->
+    Self = self(),
+    Modes = [false, true, once, false],
+    [spawn_link(fun() -> Self ! {done, client(list_to_integer(Port), Mode)} end) || Mode <- Modes],
+    Sum = lists:sum([receive {done, Bytes} -> Bytes end || _ <- Modes]),
+    io:format("~p bytes~n", [Sum]),
+    halt(0).
+client(Port, Mode) ->
+    {ok, Socket} = gen_tcp:connect({127, 0, 0, 1}, Port, [binary, {active, Mode}, {nodelay, true}]),
+    rand:seed(exsss, {1, 2, 3}),
+    Sizes = [lists:nth(rand:uniform(4), [1, 100, 5000, 60000]) || _ <- lists:seq(1, 300)] ++ [700000, 3000000],
+    lists:foreach(fun(Size) ->
+        Sent = rand:bytes(Size),
+        Self = self(),
+        Sender = spawn_link(fun() -> ok = gen_tcp:send(Socket, Sent), Self ! {sent, self()} end),
+        Sent = take(Socket, Mode, Size, []),
+        receive {sent, Sender} -> ok end
+    end, Sizes),
+    gen_tcp:close(Socket),
+    lists:sum(Sizes).
+take(_, _, 0, Got) -> iolist_to_binary(lists:reverse(Got));
+take(Socket, false, Left, Got) ->
+    {ok, Data} = gen_tcp:recv(Socket, min(Left, 100000)),
+    take(Socket, false, Left - byte_size(Data), [Data | Got]);
+take(Socket, Mode, Left, Got) ->
+    receive {tcp, Socket, Data} ->
+        if Mode =:= once -> inet:setopts(Socket, [{active, once}]); true -> ok end,
+        take(Socket, Mode, Left - byte_size(Data), [Data | Got])
+    end.
+"""
+
+
+def files(home):
+    """Files of several sizes for a server of web pages."""
+    rng = random.Random(6)
+    home.mkdir(parents=True)
+    os.chmod(HERE, 0o755)
+    for n, size in enumerate([0, 1, 1000, 70_000, 3_000_000]):
+        (home / str(n)).write_bytes(rng.randbytes(size))
+
+
+def fetch(way, port, times=5):
+    """Files one after the other on one connection, whole and in parts, and many at a time."""
+    urls = [f"http://127.0.0.1:{port}/{n}" for n in range(5)] * times
+    got = [digest(way.client(["curl", "-s", *urls])), digest(way.client(["curl", "-s", "-r", "500-60000", *urls[3:5] * 8]))]
+    out = way.client(["wrk", "-t1", "-c20", "-d1", urls[3]])
+    return *got, re.findall("Socket errors|Non-2xx", out)
+
+
+@contextlib.contextmanager
+def web(way, server, home):
+    """nginx with `server` in its configuration; the port."""
+    port = free_port()
+    (home / f"{port}.conf").write_text(f"""worker_processes 2; user root; daemon off; pid {home}/{port}.pid; error_log {home}/{port}.err;
+events {{ worker_connections 1024; }}
+http {{ access_log off; sendfile on; client_max_body_size 20m; {server.replace("LISTEN", f"listen 127.0.0.1:{port}")} }}""")
+    with running(way.server(["nginx", "-c", str(home / f"{port}.conf")]), port):
+        yield port
+
+
+@program
+def php_fpm(way):
+    """PHP-FPM behind nginx, by FastCGI over TCP: bodies, which come back, and pages."""
+    home, port, body = HERE / f"php-{way.name}", free_port(), HERE / "body"
+    home.mkdir()
+    os.chmod(HERE, 0o755)
+    body.write_bytes(random.Random(7).randbytes(3_000_000))
+    (home / "back.php").write_text('<?php ini_set("memory_limit", "256M"); header("X-Sum: " . md5(file_get_contents("php://input"))); readfile("php://input");')
+    (home / "page.php").write_text('<?php for ($i = 0; $i < (int) $_GET["n"]; $i++) echo md5((string) $i), "\\n";')
+    (home / "fpm.conf").write_text(f"""[global]
+daemonize = no
+error_log = {home}/fpm.err
+[www]
+listen = 127.0.0.1:{port}
+user = root
+group = root
+pm = static
+pm.max_children = 2
+""")
+    fpm = str(sorted(pathlib.Path("/usr/sbin").glob("php-fpm*"))[-1])
+    location = f"""upstream php {{ server 127.0.0.1:{port}; keepalive 2; }}
+server {{ LISTEN; location / {{ fastcgi_pass php; fastcgi_keep_conn on; include /etc/nginx/fastcgi_params; fastcgi_param SCRIPT_FILENAME {home}$fastcgi_script_name; }} }}"""
+    with running(way.server([fpm, "-R", "-n", "-y", str(home / "fpm.conf")]), port), web(way, location, home) as front:
+        at = f"http://127.0.0.1:{front}"
+        back = [digest(way.client(["curl", "-s", "-i", "-H", "Expect:", "-H", "Content-Type: application/octet-stream", "--data-binary", f"@{body}", f"{at}/back.php"]).split("X-Sum")[1]) for _ in range(5)]
+        pages = digest(way.client(["curl", "-s", *[f"{at}/page.php?n={n}" for n in (0, 1, 10, 1000, 100_000)] * 20]))
+        return *back, pages
+
+
+@program
+def haproxy(way):
+    """HAProxy between curl or wrk and nginx."""
+    home, port = HERE / f"haproxy-{way.name}", free_port()
+    files(home / "html")
+    with web(way, f"server {{ LISTEN; root {home}/html; }}", home) as back:
+        (home / "conf").write_text(f"""global
+    nbthread 2
+defaults
+    mode http
+    timeout connect 10s
+    timeout client 60s
+    timeout server 60s
+frontend front
+    bind 127.0.0.1:{port}
+    default_backend back
+backend back
+    server one 127.0.0.1:{back}
+""")
+        with running(way.server(["/usr/sbin/haproxy", "-db", "-f", str(home / "conf")]), port):
+            return fetch(way, port)
+
+
+@program
+def varnish(way):
+    """Varnish between curl or wrk and nginx."""
+    home, port = HERE / f"varnish-{way.name}", free_port()
+    files(home / "html")
+    with web(way, f"server {{ LISTEN; root {home}/html; }}", home) as back:
+        options = ["-n", str(home / "varnish"), "-a", f"127.0.0.1:{port}", "-b", f"127.0.0.1:{back}", "-s", "malloc,64m", "-j", "none"]
+        with running(way.server(["/usr/sbin/varnishd", "-F", *options]), port):
+            return fetch(way, port)
+
+
+@program
+def nats(way):
+    """Messages by NATS, from a connection that publishes to one that has subscribed."""
+    port = free_port()
+    with running(way.server(["/usr/sbin/nats-server", "-a", "127.0.0.1", "-p", str(port)]), port):
+        return way.client(["/usr/bin/python3", "-c", NATS, str(port)])
+
+
+NATS = """
+import hashlib, random, socket, sys, threading
+def connect():
+    sock = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
+    stream = sock.makefile("rb")
+    assert stream.readline().startswith(b"INFO ")
+    sock.sendall(b'CONNECT {"verbose":false,"pedantic":false}\\r\\nPING\\r\\n')
+    assert stream.readline() == b"PONG\\r\\n"
+    return sock, stream
+(reader, stream), (writer, _), rng = connect(), connect(), random.Random(1)
+reader.sendall(b"SUB it 1\\r\\nPING\\r\\n")
+assert stream.readline() == b"PONG\\r\\n"
+messages = [rng.randbytes(rng.choice([0, 1, 100, 3000, 500_000])) for _ in range(300)]
+def publish():
+    for message in messages:
+        writer.sendall(b"PUB it %d\\r\\n" % len(message) + message + b"\\r\\n")
+thread = threading.Thread(target=publish)
+thread.start()
+for message in messages:
+    while (line := stream.readline()) == b"PING\\r\\n":
+        reader.sendall(b"PONG\\r\\n")
+    assert line == b"MSG it 1 %d\\r\\n" % len(message), line
+    assert stream.read(len(message)) == message and stream.read(2) == b"\\r\\n"
+thread.join()
+print(hashlib.sha256(b"".join(messages)).hexdigest())
+"""
+
+
+@program
+def etcd(way):
+    """Keys and values of etcd, by curl and its interface for JSON."""
+    home, port, peer = HERE / f"etcd-{way.name}", free_port(), free_port()
+    home.mkdir()
+    at = [f"http://127.0.0.1:{one}" for one in (port, peer)]
+    options = ["--data-dir", str(home / "data"), "--listen-client-urls", at[0], "--advertise-client-urls", at[0]]
+    options += ["--listen-peer-urls", at[1], "--initial-advertise-peer-urls", at[1], "--initial-cluster", f"default={at[1]}"]
+    rng, text = random.Random(8), lambda data: base64.b64encode(data).decode()  # noqa: E731
+    values = {text(b"key%d" % n): text(rng.randbytes(size)) for n, size in enumerate([0, 1, 1000, 70_000, 900_000] * 4)}
+    with running(way.server(["etcd", *options]), port, env={**os.environ, "HOME": str(home)}):
+        until = time.monotonic() + 30
+        while b"true" not in subprocess.run(["curl", "-s", f"{at[0]}/health"], capture_output=True).stdout and time.monotonic() < until:
+            time.sleep(0.1)
+        def post(path, bodies):
+            calls = []
+            for n, body in enumerate(bodies):
+                (home / f"{path.replace('/', '-')}{n}").write_text(json.dumps(body))
+                calls += [*(["--next"] if n else []), "-s", "-X", "POST", "--data-binary", f"@{home}/{path.replace('/', '-')}{n}", f"{at[0]}/v3/{path}"]
+            return way.client(["curl", *calls])
+        post("kv/put", [{"key": key, "value": value} for key, value in values.items()])
+        got = re.findall(r'"key":"([^"]*)".*?(?:"value":"([^"]*)")?}', post("kv/range", [{"key": key} for key in values]))
+        if dict(got) != values:
+            raise RuntimeError("other values")
+        return len(got)
 
 
 @program
@@ -496,7 +776,7 @@ def asio_asks_io_uring(way):
     return asio_with(way, server="uring", client="epoll")
 
 
-for function in [node24, node20_for_24, node24_for_20, asio_by_io_uring, asio_serves_io_uring, asio_asks_io_uring]:
+for function in [etcd, nats, node24, node20_for_24, node24_for_20, asio_by_io_uring, asio_serves_io_uring, asio_asks_io_uring]:
     function.is_plain = True
 
 
