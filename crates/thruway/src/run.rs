@@ -180,10 +180,16 @@ pub(crate) fn run(args: &RunArgs, common: &Common) -> Result<(), Failed> {
     } else {
         let mut command = Command::new("env");
         command.arg(format!("--ignore-signal={}", ignored.join(",")));
-        // Set by `env` for the program only: if `env` loaded the library too, it would be counted in the statistics.
-        let mut variable = OsString::from("LD_PRELOAD=");
-        variable.push(preload);
-        command.arg(variable).arg(program);
+        // Only the program loads the library: if `env` or `sh` did, the statistics would count them.
+        if program.as_encoded_bytes().contains(&b'=') {
+            // `env` would set a variable of this name.
+            command.args(["sh", "-c", r#"export LD_PRELOAD="$0"; exec "$@""#]).arg(preload);
+        } else {
+            let mut variable = OsString::from("LD_PRELOAD=");
+            variable.push(preload);
+            command.arg(variable);
+        }
+        command.arg(program);
         command
     };
     command.args(rest);

@@ -342,16 +342,21 @@ fn the_program_ends_as_it_would_alone() {
     let output = finish(program(RUN, &["/nonexistent/program"]));
     assert!(String::from_utf8_lossy(&output.stderr).contains("/nonexistent/program"));
     // What is ignored stays ignored.
-    let ignored = |run: &str| {
-        let script = format!("trap '' PIPE HUP XFSZ; {run} grep SigIgn /proc/self/status");
+    let lab = support::Lab::new();
+    let assignment = lab.path("grep=1");
+    std::os::unix::fs::symlink("/bin/grep", &assignment).unwrap();
+    let ignored = |run: &str, grep: &str| {
+        let script = format!("trap '' PIPE HUP XFSZ; {run} {grep} SigIgn /proc/self/status");
         let output = finish(program(None, &["sh", "-c", &script]));
         String::from_utf8_lossy(&output.stdout).into_owned()
     };
-    let plain = ignored("");
+    let plain = ignored("", "grep");
     let bits = |text: &str| u64::from_str_radix(text.split_whitespace().last().unwrap(), 16).unwrap() & 0x1001001;
     assert_eq!(bits(&plain), 0x1001001, "{plain}");
     for run in ["run --", "run --stats --"] {
-        assert_eq!(bits(&ignored(&format!("{THRUWAY} {run}"))), 0x1001001, "{run}");
+        for grep in ["grep", assignment.to_str().unwrap()] {
+            assert_eq!(bits(&ignored(&format!("{THRUWAY} {run}"), grep)), 0x1001001, "{run} {grep}");
+        }
     }
     // Which does not keep a program from handling it.
     let python =
