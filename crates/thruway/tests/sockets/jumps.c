@@ -2,7 +2,6 @@
  * call. Prints results that the test compares with those of plain TCP.
  */
 #define _GNU_SOURCE
-#include <arpa/inet.h>
 #include <pthread.h>
 #include <setjmp.h>
 #include <signal.h>
@@ -10,48 +9,17 @@
 #include <stdint.h>
 #include <sys/mman.h>
 #include <sys/time.h>
-#include <sys/wait.h>
 #include <time.h>
-#include <unistd.h>
 
 #include "common.h"
-
-static int fd;
-
-/* A connection to a child that does this with it. */
-static pid_t connect_to_child(void (*serve)(int)) {
-    struct sockaddr_in address = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
-    socklen_t length = sizeof address;
-    int listener = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-    must(bind(listener, (void *)&address, length) == 0 && listen(listener, 8) == 0, "listen");
-    getsockname(listener, (void *)&address, &length);
-    fflush(stdout);
-    pid_t child = fork();
-    if (child == 0) {
-        int other = accept4(listener, NULL, NULL, SOCK_CLOEXEC);
-        close(listener);
-        serve(other);
-        exit(0);
-    }
-    close(listener);
-    fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-    must(connect(fd, (void *)&address, sizeof address) == 0, "connect");
-    return child;
-}
-
-static void end_child(pid_t child) {
-    int status;
-    close(fd);
-    waitpid(child, &status, 0);
-    must(status == 0, "the child");
-}
+#include "pair.h"
 
 /* Messages to and fro, with which the connection comes to be accelerated. */
 static void warm_up(void) {
     char bytes[64] = {'w'};
     for (int i = 0; i < 50; i++) {
-        must(send(fd, bytes, 64, 0) == 64, "send");
-        exactly(fd, 64);
+        must(send(one, bytes, 64, 0) == 64, "send");
+        exactly(one, 64);
     }
 }
 
@@ -84,7 +52,7 @@ static void count_bytes(int other) {
 static void send_some(int kind, char what) {
     char bytes[64];
     memset(bytes, what, sizeof bytes);
-    int error = errno, n = send(fd, bytes, sizeof bytes, MSG_DONTWAIT | MSG_NOSIGNAL);
+    int error = errno, n = send(one, bytes, sizeof bytes, MSG_DONTWAIT | MSG_NOSIGNAL);
     if (n > 0)
         sent[kind] += n;
     errno = error;
@@ -106,7 +74,7 @@ static void *send_always(void *stack) {
     static char bytes[4096];
     memset(bytes, 'M', sizeof bytes);
     while (!stop) {
-        int n = send(fd, bytes, sizeof bytes, MSG_NOSIGNAL);
+        int n = send(one, bytes, sizeof bytes, MSG_NOSIGNAL);
         must(n > 0 || errno == EINTR, "send");
         if (n > 0)
             sent[0] += n;
@@ -138,9 +106,9 @@ static void send_in_handlers(int is_above) {
     }
     stop = 1;
     pthread_join(thread, NULL);
-    shutdown(fd, SHUT_WR);
+    shutdown(one, SHUT_WR);
     long told[4];
-    must(recv(fd, told, sizeof told, MSG_WAITALL) == sizeof told, "told");
+    must(recv(one, told, sizeof told, MSG_WAITALL) == sizeof told, "told");
     printf("handlers %s: %s\n", is_above ? "above" : "below",
            told[0] == sent[0] && told[1] == sent[1] && told[2] == sent[2] && told[3] == 0 ? "all bytes once" : "WRONG");
     if (told[0] != sent[0] || told[1] != sent[1] || told[2] != sent[2])
@@ -171,9 +139,9 @@ static void exchange(uint64_t number) {
     uint64_t record[RECORD / 8], got = 0;
     for (int i = 0; i < RECORD / 8; i++)
         record[i] = number * (i + 1);
-    must(send(fd, record, RECORD, MSG_NOSIGNAL) == RECORD, "send");
+    must(send(one, record, RECORD, MSG_NOSIGNAL) == RECORD, "send");
     while (got != number)
-        must(recv(fd, &got, 8, MSG_WAITALL) == 8, "acknowledgement");
+        must(recv(one, &got, 8, MSG_WAITALL) == 8, "acknowledgement");
 }
 
 static sigjmp_buf before;

@@ -2,52 +2,33 @@
  * test compares with those of plain TCP.
  */
 #define _GNU_SOURCE
-#include <arpa/inet.h>
 #include <linux/seccomp.h>
 #include <netinet/tcp.h>
 #include <sys/prctl.h>
 #include <sys/syscall.h>
-#include <sys/wait.h>
 #include <time.h>
-#include <unistd.h>
 
 #include "common.h"
+#include "pair.h"
 
 #ifndef TCP_INQ
 #define TCP_INQ 36
 #endif
 
-static int fd;
-
-/* A connection to a child that sends back what it gets. */
-static pid_t connect_to_echo(void) {
-    struct sockaddr_in address = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
-    socklen_t length = sizeof address;
-    int listener = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-    must(bind(listener, (void *)&address, length) == 0 && listen(listener, 8) == 0, "listen");
-    getsockname(listener, (void *)&address, &length);
-    fflush(stdout);
-    pid_t child = fork();
-    if (child == 0) {
-        char bytes[4096];
-        int n, other = accept4(listener, NULL, NULL, SOCK_CLOEXEC);
-        while ((n = recv(other, bytes, sizeof bytes, 0)) > 0)
-            must(send(other, bytes, n, 0) == n, "send");
-        exit(0);
-    }
-    close(listener);
-    fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-    must(connect(fd, (void *)&address, sizeof address) == 0, "connect");
-    return child;
+static void echo(int accepted) {
+    char bytes[4096];
+    int n;
+    while ((n = recv(accepted, bytes, sizeof bytes, 0)) > 0)
+        must(send(accepted, bytes, n, 0) == n, "send");
 }
 
 static void exchange(int times) {
     char sent[64], got[64];
     for (int i = 0; i < times; i++) {
         memset(sent, i, sizeof sent);
-        must(write(fd, sent, 64) == 64, "write");
+        must(write(one, sent, 64) == 64, "write");
         for (int at = 0, n; at < 64; at += n) {
-            n = read(fd, got + at, 64 - at);
+            n = read(one, got + at, 64 - at);
             must(n > 0, "read");
         }
         must(memcmp(sent, got, 64) == 0, "bytes");
@@ -56,30 +37,29 @@ static void exchange(int times) {
 
 /* Control messages beside what is received after the option is set. */
 static void beside(const char *name, int level, int option, int type) {
-    pid_t child = connect_to_echo();
+    pid_t child = connect_to_child(echo);
     exchange(200);
     int on = 1, found = 0, wrong = 0;
-    must(setsockopt(fd, level, option, &on, sizeof on) == 0, name);
+    must(setsockopt(one, level, option, &on, sizeof on) == 0, name);
     // The kernel takes times from some moment after the call on: with busy processors more than a second later.
     time_t limit = time(NULL) + 60;
     for (int i = 0; i < 50; i += found > 0 || time(NULL) > limit) {
         char bytes[64] = {i}, control[256];
-        must(send(fd, bytes, 64, 0) == 64, "send");
+        must(send(one, bytes, 64, 0) == 64, "send");
         for (int at = 0, n; at < 64; at += n) {
             struct iovec piece = {bytes + at, 64 - at};
             struct msghdr message = {.msg_iov = &piece, .msg_iovlen = 1, .msg_control = control, .msg_controllen = sizeof control};
-            n = recvmsg(fd, &message, 0);
+            n = recvmsg(one, &message, 0);
             must(n > 0, "recvmsg");
             int is_there = 0;
-            for (struct cmsghdr *one = CMSG_FIRSTHDR(&message); one; one = CMSG_NXTHDR(&message, one))
-                is_there |= one->cmsg_level == level && one->cmsg_type == type;
+            for (struct cmsghdr *each = CMSG_FIRSTHDR(&message); each; each = CMSG_NXTHDR(&message, each))
+                is_there |= each->cmsg_level == level && each->cmsg_type == type;
             found += at == 0 && is_there;
         }
         wrong += bytes[0] != i;
     }
     printf("%s: %d messages of 50, %d wrong\n", name, found, wrong);
-    close(fd);
-    waitpid(child, NULL, 0);
+    end_child(child);
 }
 
 /* A process that may read and write, and nothing else. */
@@ -87,7 +67,7 @@ static void sandboxed(void) {
     fflush(stdout);
     pid_t child = fork();
     if (child == 0) {
-        connect_to_echo();
+        connect_to_child(echo);
         exchange(200);
         must(prctl(PR_SET_SECCOMP, SECCOMP_MODE_STRICT) == 0, "prctl");
         exchange(200);
