@@ -250,12 +250,7 @@ unsafe fn receive_accelerated(
         }
         if woken > 0 {
             // SAFETY: the caller's promise.
-            let read = unsafe {
-                match is_peek {
-                    true => reader.peek_unexpected(segment, &connection, to),
-                    false => reader.read_unexpected(segment, &connection, to),
-                }
-            };
+            let read = unsafe { reader.read_unexpected(segment, &connection, to, is_peek) };
             keep_error(slot, reader);
             match read {
                 Ok(0) => {}

@@ -353,50 +353,34 @@ impl Reader {
         segment: &Segment,
         tcp: &impl Tcp,
         to: &mut Pieces<'_>,
+        is_peek: bool,
     ) -> Result<usize, Broken> {
         let max = self.unexpected(segment, tcp)?.min(to.left());
         if max == 0 {
             return Ok(0);
         }
-        self.begin_taking();
-        let result = tcp.read(to, max);
-        let len = self.or_keep(result).unwrap_or(0);
-        self.position += len as u64;
-        self.end_taking();
-        // A run has ended meanwhile: what lies behind it are doorbells.
-        let end = self.current(segment)?.map_or(OPEN, |run| run.end);
-        let bells = self.position.saturating_sub(end);
-        self.discarded += bells;
-        let len = len - (bells as usize).min(len);
-        to.advance(len);
-        Ok(len)
-    }
-
-    /// As [`Reader::read_unexpected`], but leaves everything there.
-    ///
-    /// # Errors
-    /// [`Broken`].
-    ///
-    /// # Safety
-    /// As [`Reader::read`].
-    pub unsafe fn peek_unexpected(
-        &mut self,
-        segment: &Segment,
-        tcp: &impl Tcp,
-        to: &mut Pieces<'_>,
-    ) -> Result<usize, Broken> {
-        let max = self.unexpected(segment, tcp)?.min(to.left());
-        if max == 0 {
-            return Ok(0);
+        let mut len;
+        if is_peek {
+            let result = tcp.peek(to, max, 0);
+            len = self.or_keep(result).unwrap_or(0);
+        } else {
+            self.begin_taking();
+            let result = tcp.read(to, max);
+            len = self.or_keep(result).unwrap_or(0);
+            self.position += len as u64;
+            self.end_taking();
+            // If a run has ended since, the bytes behind it are doorbells.
+            let end = self.current(segment)?.map_or(OPEN, |run| run.end);
+            let bells = self.position.saturating_sub(end);
+            self.discarded += bells;
+            len -= (bells as usize).min(len);
         }
-        let result = tcp.peek(to, max, 0);
-        let len = self.or_keep(result).unwrap_or(0);
         to.advance(len);
         Ok(len)
     }
 
-    /// Bytes on the TCP connection that are neither of a run nor doorbells, within a host: from another one, bytes may come before it is
-    /// known here what they are.
+    /// Bytes on the TCP connection that are neither of a run nor doorbells. 0 for a relayed connection, whose bytes may precede the relay's
+    /// message on them.
     ///
     /// # Errors
     /// [`Broken`].
