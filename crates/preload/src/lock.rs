@@ -2,7 +2,7 @@
 //!
 //! No handler of the program's runs while its thread holds one: a signal that comes then is [postponed](crate::signals). So no thread finds a
 //! lock that it holds itself, and no jump out of a handler abandons one, on whichever stack the handler runs. Calls at which the C library
-//! cancels threads are not made under a lock. What a process held when it was killed is taken from it.
+//! cancels threads are not made under a lock. Other processes take over the locks of a killed one.
 
 use crate::signals;
 use std::cell::Cell;
@@ -47,7 +47,7 @@ pub(crate) fn forget_guards() {
     });
 }
 
-/// Whether this thread holds a lock, or is about to.
+/// True while this thread holds a lock or takes one.
 pub(crate) fn is_inside() -> bool {
     THREAD.with(|thread| thread.depth.get() > 0)
 }

@@ -223,8 +223,8 @@ unsafe extern "C" fn dispatch(signal: c_int, info: *mut siginfo_t, context: *mut
 unsafe fn postpone(signal: c_int, info: *mut siginfo_t, context: *mut ucontext_t) {
     let error = crate::data::errno();
     block(!NEVER_BLOCKED);
-    // The kernel's set, which is shorter than the C library's, is what is blocked when this returns.
-    // SAFETY: the kernel's structure, of which that many bytes are the set.
+    // When this returns, the kernel blocks the signals of its own set, which is shorter than the C library's.
+    // SAFETY: the kernel's structure has at least these bytes for the set.
     let blocked = unsafe { (&raw mut (*context).uc_sigmask).cast::<u64>() };
     // SAFETY: as above.
     unsafe {

@@ -84,14 +84,14 @@ pub(crate) fn after_ring_call(slot: &Slot) {
     slot.counted.store(counted.saturating_add(WHOLE), Ordering::Relaxed);
 }
 
-/// Calls that received after which it is looked at how they were woken; of these, so many in four by doorbells are too many, if they
-/// had fewer bytes in the mean.
+/// Calls that receive between two checks of their doorbells. A connection goes back to TCP if [`RUNG_IN_FOUR`] of four calls were rung for
+/// and their mean length is below [`SMALL`].
 const WEIGHED: u32 = 256;
 const RUNG_IN_FOUR: u32 = 3;
 const SMALL: u64 = 4096;
 
-/// After a call that received on an accelerated connection. Where the program waits in ways in which only a doorbell wakes it, a small message
-/// costs more than by TCP: the byte is sent and taken as the message would be.
+/// After a call that received on an accelerated connection. If only doorbells wake the program, a small message costs more than by TCP: the
+/// doorbell takes the same system calls as the message.
 #[inline]
 pub(crate) fn weigh(number: u32, fd: i32, bytes: usize) {
     let slot = slots::slot(number);

@@ -15,7 +15,7 @@ use std::time::Duration;
 /// This process has, or has had, a ring.
 static IS_USED: AtomicBool = AtomicBool::new(false);
 
-/// Whether this process is known to use io_uring. A thread that accelerates a connection sets its phase before it asks, and
+/// True once this process uses io_uring. A thread that accelerates a connection sets its phase before it asks, and
 /// [`note`] sets the flag before it looks at phases: one of the two sees the other.
 pub(crate) fn is_used() -> bool {
     IS_USED.load(Ordering::SeqCst)
@@ -45,11 +45,11 @@ pub(crate) fn leave_ring(slot: &Slot, fd: i32) {
     }
 }
 
-/// When descriptors were last looked through, and how long that took, in nanoseconds.
+/// Time and duration of the last scan of the descriptors, in nanoseconds.
 static LOOKED_AT: AtomicU64 = AtomicU64::new(0);
 static TOOK: AtomicU64 = AtomicU64::new(0);
 
-/// Most of the time that goes into looking through descriptors: one part of so many.
+/// Scans of the descriptors take at most one part in this many of the time.
 const SHARE: u64 = 100;
 
 fn now() -> u64 {
@@ -57,7 +57,7 @@ fn now() -> u64 {
     Duration::new(now.tv_sec.cast_unsigned(), now.tv_nsec as u32).as_nanos() as u64
 }
 
-/// As [`is_used`], before a connection is accelerated: also looks for a ring among the process's descriptors.
+/// As [`is_used`], before a connection is accelerated: also scans the process's descriptors for a ring.
 pub(crate) fn finds_one() -> bool {
     if is_used() {
         return true;
@@ -76,7 +76,7 @@ pub(crate) fn finds_one() -> bool {
     has_one
 }
 
-/// Whether one of the process's descriptors is a ring. Without the heap: a signal handler may call this.
+/// True if one of the process's descriptors is a ring. Without the heap: a signal handler may call this.
 fn has_descriptor() -> bool {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let Ok(directory) = rustix::fs::open(c"/proc/self/fd", flags, Mode::empty()) else { return false };

@@ -113,13 +113,13 @@ pub(crate) fn spin_for_room(is_impatient: bool, has_room: impl Fn() -> bool) -> 
     }
 }
 
-/// Whether no other thread or process sleeps until the peer rings.
+/// True if no other thread or process sleeps until the peer rings.
 fn has_no_sleeper(slot: &Slot, number: u32) -> bool {
     let is_asynchronous = slot.is_asynchronous.load(Ordering::Relaxed);
     slot.sleepers.load(Ordering::SeqCst) == 0 && !is_asynchronous && slot.is_only_ours(number)
 }
 
-/// Whether the peer need not ring while a call of this thread busy-polls a connection. Between calls a doorbell is due, but for
+/// True if the peer need not ring while a call of this thread busy-polls a connection. Between calls a doorbell is due, but for
 /// [`is_looked_at`].
 pub(crate) fn may_go_without(slot: &Slot, number: u32) -> bool {
     let local = slots::local(number);
@@ -131,8 +131,8 @@ pub(crate) fn may_go_without(slot: &Slot, number: u32) -> bool {
         }
 }
 
-/// Whether the peer need not ring between calls either: the program has registered the connection with one epoll instance, so it is looked
-/// at there before a thread sleeps. How a program waits for a connection that it has registered nowhere is not known.
+/// True if the peer need not ring between calls either: the program has registered the connection with one epoll instance, and each wait
+/// for that checks the ring before it sleeps. A program may wait for an unregistered connection in any other way.
 pub(crate) fn is_looked_at(slot: &Slot, number: u32) -> bool {
     let local = slots::local(number);
     has_no_sleeper(slot, number)
@@ -140,7 +140,7 @@ pub(crate) fn is_looked_at(slot: &Slot, number: u32) -> bool {
         && epoll::has_no_sleeper(local.instance.load(Ordering::Relaxed))
 }
 
-/// Everything has been read of a connection, or the doorbell was not asked for meanwhile.
+/// All bytes of a connection have been read, or no doorbell was asked for since.
 pub(crate) fn note_drained(number: u32) {
     let local = slots::local(number);
     if local.registrations.load(Ordering::Relaxed) == 1 {
@@ -322,7 +322,7 @@ pub(crate) unsafe fn poll(list: *mut pollfd, count: libc::nfds_t, limit: Limit, 
         if any(polled) {
             let ready = real(Some(none));
             let corrected = if ready < 0 { ready } else { correct(polled) };
-            // Another thread may have read what there was.
+            // Another thread may have read the bytes.
             if corrected != 0 || limit.is_over() {
                 return corrected;
             }
@@ -549,7 +549,7 @@ pub(crate) fn is_doorbell(number: u32, fd: c_int) -> bool {
     let is_empty = reader.arm(segment, waker::wakes(number)).unwrap_or(false);
     let unexpected = reader.unexpected(segment, &connection);
     drop(receiving);
-    // Bytes that are no doorbells are the program's.
+    // Other bytes than doorbells belong to the program.
     if !is_empty || unexpected != Ok(0) {
         return false;
     }

@@ -79,9 +79,9 @@ counters! {
     woken,
     /// Lines that `--explain` has no place for.
     unexplained,
-    /// Ends whose program uses io_uring.
+    /// Ends in programs that use io_uring.
     io_uring,
-    /// Ends whose messages were small and each needed a doorbell.
+    /// Ends with small messages that needed a doorbell each.
     doorbells_only,
 }
 

@@ -350,7 +350,7 @@ impl Connection {
         self.call_each([kind])
     }
 
-    /// Begins operations, one behind the other, and waits for them. What the last one returns, or the first error.
+    /// Begins operations, one behind the other, and waits for them. Returns the last result or the first error.
     fn call_each<const N: usize>(&self, kinds: [Kind; N]) -> Result<u64, Error> {
         let (mut calls, mut result) = (Vec::with_capacity(N), Ok(0));
         let mut state = self.0.state();

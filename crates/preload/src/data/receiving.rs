@@ -449,7 +449,7 @@ pub(crate) fn disarm_if_looked_at(slot: &Slot, number: u32) {
     wait::note_drained(number);
 }
 
-/// Asks for a doorbell with what comes next. False if there is something already.
+/// Asks for a doorbell with the next bytes. False if some are readable already.
 pub(crate) fn rearm(slot: &Slot, number: u32) -> bool {
     match slot.receiving() {
         Ok(Some(mut receiving)) => {

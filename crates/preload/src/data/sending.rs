@@ -94,7 +94,8 @@ fn transmit_plain(which: Which, plain: impl Fn() -> ssize_t) -> Option<ssize_t> 
 /// Bytes that go by TCP when the ring is full, before it is looked at again.
 const OVERFLOW: usize = 256 << 10;
 
-/// Longest time that a call which does not wait helps a reader to return bytes: readiness to send would not tell the program of them.
+/// Longest time that a non-blocking call takes part in a [`Return`](thruway_sockets::Return): returned bytes do not make the connection
+/// writable.
 const RETURN_MAX: Duration = Duration::from_millis(200);
 
 /// Sends through the ring as far as that is possible. False if the rest must go by TCP; then [`Slot::plain_sends`] counts this call,

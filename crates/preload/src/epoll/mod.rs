@@ -439,7 +439,7 @@ impl Instance {
     }
 }
 
-/// Whether no thread sleeps on the instance, and none that is not seen can.
+/// True if no thread sleeps on the instance, and no other process or instance waits for it.
 pub(crate) fn has_no_sleeper(number: u32) -> bool {
     instance(number).is_some_and(|one| {
         let is_waited_for_elsewhere = one.is_foreign.load(Ordering::Relaxed) || one.is_nested.load(Ordering::Relaxed);

@@ -56,7 +56,7 @@ pub struct Reader {
     done: u32,
     /// The peer has written what cannot be.
     is_broken: bool,
-    /// Bytes are taken from the TCP connection just now. A process that is killed meanwhile leaves it so: how many it took is not known.
+    /// Set while bytes are taken from the TCP connection. After a process was killed here, their number is unknown.
     is_taking: bool,
     /// Doorbells that have been discarded.
     discarded: u64,
@@ -162,7 +162,7 @@ impl Reader {
         self.run = self.run.wrapping_add(1);
     }
 
-    /// Tells the peer which runs are over.
+    /// Publishes the number of finished runs.
     fn publish_done(&mut self, segment: &Segment, tcp: &impl Tcp) {
         if self.done != self.run {
             self.done = self.run;
@@ -171,7 +171,7 @@ impl Reader {
         }
     }
 
-    /// Bytes that the ring has for this end now. Cheap: no system call. Without an error, what it has stays there until it is read.
+    /// Bytes that the ring has for this end now. Cheap: no system call. Without an error, the bytes stay there until they are read.
     ///
     /// # Errors
     /// [`Broken`].
@@ -202,7 +202,7 @@ impl Reader {
                 None => {
                     let control = segment.control(self.direction);
                     let tail = control.tail.load(Ordering::Acquire) >> POSITION;
-                    // Bytes behind a run that has begun meanwhile come later.
+                    // A run has begun since: bytes behind it follow later.
                     if control.opened.load(Ordering::Acquire) != self.run {
                         continue;
                     }
@@ -340,8 +340,8 @@ impl Reader {
         Ok(sum)
     }
 
-    /// When the kernel says that there is something, and [`Reader::find`] that there is nothing: reads it. That is what has been written
-    /// to the connection by something that knows nothing of rings, or what lies behind urgent data.
+    /// Reads bytes that the kernel reports although [`Reader::find`] finds none: a writer without the library has sent them, or they follow
+    /// urgent data. `is_peek`: leaves them there.
     ///
     /// # Errors
     /// [`Broken`].
@@ -588,7 +588,7 @@ impl Reader {
         &segment.control(self.direction).tail
     }
 
-    /// Whether this end has closed the ring.
+    /// True after this end has closed the ring.
     pub fn is_closed(&self) -> bool {
         self.is_closed
     }
@@ -607,8 +607,8 @@ impl Reader {
         self.missing = 0;
     }
 
-    /// Whether whatever comes on the TCP connection from here on is the stream, and nothing comes by the ring: within a host, and after the
-    /// ring was closed.
+    /// True if all later bytes on the TCP connection belong to the stream, and the ring carries none: within a host, after the ring was
+    /// closed.
     ///
     /// # Errors
     /// [`Broken`].
@@ -625,8 +625,8 @@ impl Reader {
     }
 
     /// Takes nothing more from the ring: the peer goes on by TCP, beginning with what is in the ring now. The doorbells that are on their
-    /// way have been discarded when this returns, so that whatever reads the TCP connection next finds the stream there. `patience` says
-    /// how often it may look for them. Returns the number of bytes that are out of order on the TCP connection: bytes of the ring that
+    /// way have been discarded when this returns, so that whatever reads the TCP connection next finds the stream there. `patience` returns
+    /// false when the time for them is over. Returns the number of bytes that are out of order on the TCP connection: bytes of the ring that
     /// cannot come again, because TCP has later ones already, and doorbells behind unread bytes. A [`Return`](super::Return) repairs that.
     ///
     /// # Errors

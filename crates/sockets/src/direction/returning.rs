@@ -2,7 +2,7 @@
 //!
 //! After [`Reader::close_ring`], the ring may hold bytes that precede bytes on the TCP connection. Another program that reads the TCP
 //! connection would miss them. So the reader takes all unread bytes, and copies them back to the ring's memory, from where the writer
-//! sends them again by TCP. The writer sends nothing else meanwhile.
+//! sends them again by TCP. The writer sends nothing else until then.
 
 use super::{Broken, Reader, Tcp};
 use crate::iovecs::Pieces;
@@ -13,7 +13,7 @@ use thruway_memory::shared;
 
 /// Most bytes that are returned: more than the kernel's buffers of a connection and a ring hold.
 const MAX: usize = 32 << 20;
-/// Bytes that are read at a time.
+/// Most bytes of one read.
 const PIECE: usize = 256 << 10;
 
 /// A return in progress. Its owner holds the reader's lock from its beginning to its end.

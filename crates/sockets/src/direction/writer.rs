@@ -74,12 +74,12 @@ impl Writer {
         self.is_pinned
     }
 
-    /// Whether all that is sent from here on goes by TCP, and nothing is owed to a reader that has closed the ring.
+    /// True if all later bytes go by TCP, and a reader that has closed the ring has received all earlier ones.
     pub fn is_plain(&self) -> bool {
         self.is_tcp && self.is_pinned && self.owed >= self.tail && !self.awaits_return()
     }
 
-    /// Whether nothing may be sent until the reader has returned more bytes, or all.
+    /// True while the reader returns bytes: nothing else may be sent.
     pub fn awaits_return(&self) -> bool {
         self.stop.as_ref().is_some_and(|stop| !stop.is_over)
     }
@@ -201,7 +201,7 @@ impl Writer {
         self.is_tcp = true;
     }
 
-    /// Completes what a process has published that was killed before it had noted that.
+    /// Completes a publication of a process that was killed before it had noted it here.
     fn complete(&mut self, segment: &Segment) {
         if self.planned != self.tail {
             let word = segment.control(self.direction).tail.load(Ordering::SeqCst) & !CLOSED;
@@ -224,7 +224,7 @@ impl Writer {
     }
 
     /// Sends again, by TCP, unread bytes of a ring that its reader has closed, and bytes that the reader returns. The caller vouches that
-    /// nothing else writes to the TCP connection meanwhile. False while bytes are left, because TCP has no room or the reader has not
+    /// nothing else writes to the TCP connection until this returns. False while bytes are left, because TCP has no room or the reader has not
     /// returned them yet ([`Writer::awaits_return`]): then nothing else may be sent.
     ///
     /// # Errors
