@@ -152,6 +152,9 @@ impl Remover<'_> {
 
     /// Removes what is not a directory; false if it is one.
     fn plain(&self, dir: impl AsFd, name: &CStr, path: &[u8], removed: &mut Removed) -> io::Result<bool> {
+        if disk_lock::is_disk(&dir, name) {
+            return Err(io::Error::new(io::ErrorKind::ResourceBusy, "the file is in use as a disk"));
+        }
         if self.dry_run {
             let stat = rustix::fs::statat(dir, name, AtFlags::SYMLINK_NOFOLLOW)?;
             let is_dir = rustix::fs::FileType::from_raw_mode(stat.st_mode).is_dir();
@@ -159,9 +162,6 @@ impl Remover<'_> {
                 self.count(path, removed);
             }
             return Ok(!is_dir);
-        }
-        if disk_lock::is_disk(&dir, name) {
-            return Err(io::Error::new(io::ErrorKind::ResourceBusy, "the file is in use as a disk"));
         }
         match rustix::fs::unlinkat(&dir, name, AtFlags::empty()) {
             Ok(()) => self.count(path, removed),
