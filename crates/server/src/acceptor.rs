@@ -123,8 +123,9 @@ impl Acceptor {
                 let (serve, host) = (serve.clone(), Origin::of_host(request.peer().ip()));
                 permit.serve(reactors, move |permit| caller::on_behalf_of(host, serve(request, permit)));
             }
-            if device.arm() {
-                fd.readable().await?.clear_ready();
+            match device.arm() {
+                true => fd.readable().await?.clear_ready(),
+                false => tokio::task::yield_now().await,
             }
         }
     }
