@@ -215,8 +215,8 @@ pub fn run(
         trust: target.trust,
         replace: target.replace,
         confined: target.confined,
-        // Where the names are not known, a tree can have any.
-        named: target.names.clone().or(options.recursive.then(Vec::new)),
+        // Of a push the names are not known: the command may have any of them.
+        named: target.names.clone(),
     };
     let tree_root = Arc::clone(&root);
     let tree = Arc::new(Tree::new(root, manner));
