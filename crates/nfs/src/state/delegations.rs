@@ -2,7 +2,7 @@
 //! given back, or are revoked.
 
 use super::files::{Held, READ, Removed, WRITE};
-use super::quotas::weight_of;
+use super::quotas::{HostCounts, weight_of};
 use super::{
     DELEGATIONS_MAX, DELEGATIONS_OF_CLIENT_MAX, FileIdentity, GrantPermit, HELD_TOTAL_MAX, RECENT_MAX, RECENT_MS,
     Refused, State, Stateid,
@@ -12,7 +12,6 @@ use crate::v4::session::Session;
 use crate::v4::status::Status;
 use std::collections::HashMap;
 use std::sync::Arc;
-use thruway_server::connection_limit::is_fair;
 use thruway_tcp::Origin;
 
 /// A file that is delegated.
@@ -69,7 +68,7 @@ pub(crate) struct Recalled {
 #[derive(Default)]
 pub(super) struct RecentRecalls {
     files: HashMap<FileIdentity, (u64, Origin)>,
-    of_host: HashMap<Origin, usize>,
+    of_host: HostCounts,
     /// Time of the last removal of old files.
     swept: u64,
 }
@@ -84,7 +83,7 @@ impl RecentRecalls {
             *time = now;
         } else {
             self.files.insert(file.clone(), (now, origin));
-            *self.of_host.entry(origin).or_default() += 1;
+            self.of_host.add(origin, 1);
         }
     }
 
@@ -95,8 +94,7 @@ impl RecentRecalls {
     /// False if the files of this host are too many for it to get delegations.
     fn has_room(&mut self, now: u64, origin: Origin) -> bool {
         self.sweep(now);
-        let free = RECENT_MAX.saturating_sub(self.files.len());
-        is_fair(self.of_host.get(&origin).copied().unwrap_or(0), free)
+        self.of_host.has_room(origin, RECENT_MAX.saturating_sub(self.files.len()))
     }
 
     fn sweep(&mut self, now: u64) {
@@ -107,11 +105,8 @@ impl RecentRecalls {
         let of_host = &mut self.of_host;
         self.files.retain(|_, (time, origin)| {
             let stays = now < *time + RECENT_MS;
-            if !stays && let Some(count) = of_host.get_mut(origin) {
-                *count -= 1;
-                if *count == 0 {
-                    of_host.remove(origin);
-                }
+            if !stays {
+                of_host.add(*origin, -1);
             }
             stays
         });

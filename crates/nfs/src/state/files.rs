@@ -4,14 +4,13 @@ use super::clients::Kind;
 use super::delegations::Delegation;
 use super::numbered::Role;
 use super::opens::Opens;
-use super::quotas::weight_of;
+use super::quotas::{HostCounts, weight_of};
 use super::ranges::{Lock, Locks, Range};
 use super::waiting::Waiting;
 use super::{Denied, FileIdentity, GrantPermit, HELD_MAX, LOCKS_MAX, Refused, State, Stateid};
 use crate::file_system::OpenGuard;
 use crate::v4::status::Status;
 use std::collections::{HashMap, HashSet};
-use thruway_server::connection_limit::is_fair;
 use thruway_tcp::Origin;
 
 /// Reads, as a bit of what is open or denied (`OPEN4_SHARE_ACCESS_READ`).
@@ -82,13 +81,6 @@ pub(super) struct LockHolder {
     pub open: Option<u64>,
 }
 
-#[cfg(test)]
-impl LockHolder {
-    pub(super) fn origin(&self) -> Origin {
-        self.origin
-    }
-}
-
 impl Held {
     pub(super) fn client(&self) -> u64 {
         match self {
@@ -141,12 +133,12 @@ pub(super) struct FileState {
     /// Number of `holders` of version 3.
     monitored: usize,
     /// Number of opens and lock owners, by host of their clients.
-    by_origin: HashMap<Origin, usize>,
+    by_origin: HostCounts,
     /// Host of the client that opened the file first; `None` when the file is neither open nor delegated.
     opened_by: Option<Origin>,
     pub locks: Locks,
     /// Number of locks, by host.
-    locks_of: HashMap<Origin, usize>,
+    locks_of: HostCounts,
     /// Waits for locks.
     pub waiting: Vec<Waiting>,
     pub delegations: Vec<u64>,
@@ -160,7 +152,7 @@ pub(super) struct Removed {
     numbers: HashSet<u64>,
     opens: Vec<(u64, Owner, u64)>,
     holders: Vec<(u64, Owner)>,
-    /// Hosts of these, by number.
+    /// Host of each lock owner, by number.
     lockers: HashMap<u64, Origin>,
     monitored: usize,
     origins: Vec<Origin>,
@@ -185,34 +177,24 @@ impl Removed {
     }
 }
 
-/// Adds to the count of a host.
-fn count(counts: &mut HashMap<Origin, usize>, origin: Origin, more: isize) {
-    let count = counts.entry(origin).or_default();
-    *count = count.saturating_add_signed(more);
-    if *count == 0 {
-        counts.remove(&origin);
-    }
-}
-
 impl FileState {
     /// Changes the locks of one host.
     pub(super) fn change_locks(&mut self, origin: Origin, change: impl FnOnce(&mut Locks)) {
         let before = self.locks.len();
         change(&mut self.locks);
-        count(&mut self.locks_of, origin, self.locks.len() as isize - before as isize);
+        self.locks_of.add(origin, self.locks.len() as isize - before as isize);
     }
 
     /// True if a host may have another lock.
     pub(super) fn has_room_for_lock(&self, origin: Origin) -> bool {
-        let free = LOCKS_MAX.saturating_sub(self.locks.len());
-        free > 0 && is_fair(self.locks_of.get(&origin).copied().unwrap_or(0), free)
+        self.locks_of.has_room(origin, LOCKS_MAX.saturating_sub(self.locks.len()))
     }
 
     /// Asserts that the counts of locks match a full scan.
     #[cfg(test)]
     pub(super) fn check_locks(&self, origin_of: impl Fn(u64) -> Origin) {
-        let mut counted = HashMap::new();
-        self.locks.holders().for_each(|holder| count(&mut counted, origin_of(holder), 1));
+        let mut counted = HostCounts::default();
+        self.locks.holders().for_each(|holder| counted.add(origin_of(holder), 1));
         assert_eq!(self.locks_of, counted);
     }
 
@@ -221,7 +203,7 @@ impl FileState {
         for (client, owner, number) in &removed.opens {
             self.opens.remove(*client, owner, *number);
         }
-        removed.origins.iter().for_each(|origin| count(&mut self.by_origin, *origin, -1));
+        removed.origins.iter().for_each(|origin| self.by_origin.add(*origin, -1));
         self.monitored -= removed.monitored;
         for holder in &removed.holders {
             self.holders.remove(holder);
@@ -230,7 +212,7 @@ impl FileState {
             let locks_of = &mut self.locks_of;
             self.locks.release(|holder| {
                 let origin = removed.lockers.get(&holder);
-                origin.inspect(|origin| count(locks_of, **origin, -1));
+                origin.inspect(|origin| locks_of.add(**origin, -1));
                 origin.is_some()
             });
         }
@@ -247,7 +229,12 @@ impl FileState {
 
     /// Number of opens and lock owners of one host.
     pub(super) fn held_of(&self, origin: Origin) -> usize {
-        self.by_origin.get(&origin).copied().unwrap_or(0)
+        self.by_origin.of(origin)
+    }
+
+    /// True if a host may have another open or lock owner while `free` are free.
+    pub(super) fn has_room_for(&self, origin: Origin, free: usize) -> bool {
+        self.by_origin.has_room(origin, free)
     }
 
     /// True if a client of version 3 has locked any of the file.
@@ -267,7 +254,7 @@ impl FileState {
 
     /// Host with the most opens and lock owners.
     fn most(&self) -> Option<Origin> {
-        self.by_origin.iter().max_by_key(|(_, count)| **count).map(|(origin, _)| *origin)
+        self.by_origin.most()
     }
 
     pub(super) fn is_unused(&self) -> bool {
@@ -426,7 +413,7 @@ impl State {
             };
             let state = self.files.entry(file.clone()).or_default();
             state.opens.insert(client, open.owner.clone(), number, (access, deny));
-            *state.by_origin.entry(origin).or_default() += 1;
+            state.by_origin.add(origin, 1);
             let is_first = state.opened_by.is_none();
             state.opened_by.get_or_insert(origin);
             self.held.insert(number, Held::Open(open));
@@ -718,7 +705,7 @@ impl State {
         let state = self.files.entry(file.clone()).or_default();
         state.holders.insert((client, owner.clone()), number);
         state.monitored += usize::from(open.is_none());
-        *state.by_origin.entry(origin).or_default() += 1;
+        state.by_origin.add(origin, 1);
         let holder = LockHolder { client, origin, owner, file: file.clone(), seqid: 0, open };
         self.held.insert(number, Held::Locks(holder));
         if let Some(open) = open {

@@ -23,13 +23,41 @@ pub(super) struct Usage {
     pub weight: usize,
 }
 
+/// Counts by host. A host with a count of 0 takes no memory.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(super) struct HostCounts(HashMap<Origin, usize>);
+
+impl HostCounts {
+    pub(super) fn of(&self, host: Origin) -> usize {
+        self.0.get(&host).copied().unwrap_or(0)
+    }
+
+    pub(super) fn add(&mut self, host: Origin, more: isize) {
+        let count = self.0.entry(host).or_default();
+        *count = count.saturating_add_signed(more);
+        if *count == 0 {
+            self.0.remove(&host);
+        }
+    }
+
+    /// True if a host may have one more while `free` are free.
+    pub(super) fn has_room(&self, host: Origin, free: usize) -> bool {
+        is_fair(self.of(host), free)
+    }
+
+    /// Host with the highest count.
+    pub(super) fn most(&self) -> Option<Origin> {
+        self.0.iter().max_by_key(|(_, count)| **count).map(|(host, _)| *host)
+    }
+}
+
 /// Open files of one file system.
 #[derive(Debug, Default)]
 pub(super) struct OpenFiles {
     /// Limit of the file system, if it has one.
     max: Option<usize>,
     all: usize,
-    of_host: HashMap<Origin, usize>,
+    of_host: HostCounts,
 }
 
 /// Bytes of an owner's name that add one to the weight.
@@ -104,14 +132,11 @@ impl State {
             let opens = of_file.iter().filter(|held| matches!(held, Held::Open(_))).count();
             let locks = of_file.iter().filter(|held| matches!(held, Held::Locks(_))).count();
             assert_eq!((state.opens().len(), state.held()), (opens, opens + locks), "{file:?}");
-            state.check_locks(|holder| match &self.held[&holder] {
-                Held::Locks(holder) => holder.origin(),
-                _ => unreachable!("an owner of locks"),
-            });
+            state.check_locks(|holder| self.origin_of(holder));
         }
         let open = self.files.values().filter(|state| state.is_open()).count();
         let counted: usize = self.open_files.values().map(|files| files.all).sum();
-        let by_host: usize = self.open_files.values().flat_map(|files| files.of_host.values()).sum();
+        let by_host: usize = self.open_files.values().flat_map(|files| files.of_host.0.values()).sum();
         assert_eq!((counted, by_host), (open, open), "open files");
         let recalled = |held: &&Held| matches!(held, Held::Delegation(delegation) if delegation.is_waited_for());
         let pending: usize = self.recall_delays.values().map(|delays| delays.pending).sum();
@@ -194,11 +219,7 @@ impl State {
     pub(super) fn check_room_in_file(&self, now: u64, origin: Origin, file: &FileIdentity) -> Result<(), Refused> {
         let Some(state) = self.files.get(file) else { return Ok(()) };
         let free = FILE_HELD_MAX.saturating_sub(state.held());
-        if free > 0 && is_fair(state.held_of(origin), free) {
-            Ok(())
-        } else {
-            Err(self.full(now, Among::File(file.clone())))
-        }
+        if state.has_room_for(origin, free) { Ok(()) } else { Err(self.full(now, Among::File(file.clone()))) }
     }
 
     pub(super) fn with_something_of(&self, origin: Origin) -> impl Iterator<Item = u64> {
@@ -218,25 +239,15 @@ impl State {
     /// Checks the quota of a host for open files of a file system, before a client opens a file that is not open yet.
     pub(super) fn check_open_files(&self, now: u64, origin: Origin, file_system: u64) -> Result<(), Refused> {
         let Some(OpenFiles { max: Some(max), all, of_host }) = self.open_files.get(&file_system) else { return Ok(()) };
-        let (theirs, free) = (of_host.get(&origin).copied().unwrap_or(0), max.saturating_sub(*all));
-        if is_fair(theirs, free) { Ok(()) } else { Err(self.full(now, Among::Clients)) }
+        if of_host.has_room(origin, max.saturating_sub(*all)) { Ok(()) } else { Err(self.full(now, Among::Clients)) }
     }
 
     /// Adds an open file to the counts of its file system and of this host (`is_open`), or removes it from them.
     pub(super) fn count_open_file(&mut self, file_system: u64, origin: Origin, is_open: bool) {
         let files = self.open_files.entry(file_system).or_default();
-        if is_open {
-            files.all += 1;
-            *files.of_host.entry(origin).or_default() += 1;
-            return;
-        }
-        files.all -= 1;
-        if let Some(theirs) = files.of_host.get_mut(&origin) {
-            *theirs -= 1;
-            if *theirs == 0 {
-                files.of_host.remove(&origin);
-            }
-        }
+        let more = if is_open { 1 } else { -1 };
+        files.all = files.all.saturating_add_signed(more);
+        files.of_host.add(origin, more);
     }
 
     /// Adds to the weight of a client, of its host and of all clients.

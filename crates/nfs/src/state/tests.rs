@@ -1082,7 +1082,7 @@ fn a_host_with_many_locks_of_a_file_leaves_room_for_others() {
     state.check_counts();
 }
 
-/// Locks of version 3 have no lease, and do not keep the server from taking places of clients whose leases have expired.
+/// Locks of version 3 have no lease. Clients with expired leases still give way while there is such a lock.
 #[test]
 fn a_lock_of_version_3_keeps_no_new_client_out() {
     let mut state = State::new(7, LEASE, Records::new());
