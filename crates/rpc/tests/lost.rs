@@ -1,16 +1,17 @@
 //! Connections that are lost while their calls are in progress.
 
+mod support;
+
 use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::ops::RangeInclusive;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
+use support::{call, serve};
 use thruway_engine::Reactors;
-use thruway_rpc::message::{CallHeader, OpaqueAuth};
-use thruway_rpc::server::{Answer, Call, Config, Outcome, Program, Programs, Server};
+use thruway_rpc::server::{Answer, Call, Outcome, Program};
 use thruway_rpc::xdr::Encoder;
-use thruway_server::Address;
 use tokio::sync::Semaphore;
 
 const PROGRAM: u32 = 0x2000_0003;
@@ -51,14 +52,6 @@ impl Program for Waiting {
     }
 }
 
-fn call(xid: u32, procedure: u32) -> Vec<u8> {
-    let mut message = Encoder::new();
-    let (credential, verifier) = (OpaqueAuth::NONE, OpaqueAuth::NONE);
-    CallHeader { xid, program: PROGRAM, version: 1, procedure, credential, verifier }.encode(&mut message);
-    let message = message.to_bytes();
-    [&(message.len() as u32 | 1 << 31).to_be_bytes()[..], &message].concat()
-}
-
 /// Fails only if the server hangs.
 fn wait_until(what: &str, is_done: impl Fn() -> bool) {
     for _ in 0..6000 {
@@ -75,21 +68,11 @@ fn calls_that_have_changed_nothing_end_with_their_connection() {
     let reactors = Reactors::start(Some(1)).unwrap();
     let (begun, ended, go_on) = (AtomicUsize::new(0), AtomicUsize::new(0), Semaphore::new(0));
     let program = Arc::new(Waiting { begun, ended, go_on });
-    let config = Config {
-        protocol: "waiting",
-        listen: vec![Address::Tcp("127.0.0.1:0".parse().unwrap())],
-        programs: Programs::new([Arc::clone(&program) as Arc<dyn Program>]),
-        tls: None,
-        tls_required: false,
-        own_user_only: false,
-        connections_max: 64,
-    };
-    let server = Server::start(config, &reactors).unwrap();
-    let Address::Tcp(address) = server.addresses()[0] else { panic!("a TCP address") };
+    let (server, address) = serve(Arc::clone(&program) as Arc<dyn Program>, &reactors);
     let connect = |procedure, calls: usize| {
         let mut stream = TcpStream::connect(address).unwrap();
         let before = program.begun.load(Ordering::SeqCst);
-        (0..calls).for_each(|xid| stream.write_all(&call(xid as u32, procedure)).unwrap());
+        (0..calls).for_each(|xid| stream.write_all(&call(PROGRAM, procedure, xid as u32)).unwrap());
         wait_until("the calls begin", || program.begun.load(Ordering::SeqCst) == before + calls);
         stream
     };
