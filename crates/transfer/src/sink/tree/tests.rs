@@ -312,3 +312,37 @@ fn own_names_are_told_from_others() {
         assert!((job, key) == ([1; 16], [2; 16]) || temp_name(c"report.pdf", &job, &key) != name);
     }
 }
+
+/// The record of a directory may be taken after a file in it has arrived.
+#[test]
+fn a_directory_that_was_made_for_its_first_file_counts_as_made() {
+    let dir = tempfile::tempdir().unwrap();
+    let tree = tree_with(dir.path(), false, false, Trust::Operator);
+    fs::write(dir.path().join("a"), "in the way").unwrap();
+    for (path, first) in [(&b"a/b"[..], &b"a/b/file"[..]), (b"new", b"new/file")] {
+        tree.place(first).unwrap();
+        assert!(tree.make_directory(path, &Meta::default()).unwrap(), "once");
+        assert!(!tree.make_directory(path, &Meta::default()).unwrap(), "not twice");
+    }
+    let device = dir.path().join("device");
+    symlink("/dev/null", &device).unwrap();
+    assert!(tree.place(b"device/file").is_err() && device.symlink_metadata().unwrap().is_symlink());
+}
+
+/// The names of a push are not known, so links to devices are refused at the top of the tree. Below it they are entries of the tree.
+#[test]
+fn links_to_devices_are_refused_only_if_the_command_may_name_them() {
+    for (named, is_refused) in [(None, true), (Some(vec![b"link".to_vec()]), true), (Some(vec![Vec::new()]), false)] {
+        let dir = tempfile::tempdir().unwrap();
+        fs::create_dir(dir.path().join("d")).unwrap();
+        for link in ["link", "d/link"] {
+            symlink("/dev/null", dir.path().join(link)).unwrap();
+        }
+        let root = Arc::new(fs::File::open(dir.path()).unwrap().into());
+        let manner =
+            Manner { preserve: true, delete: false, replace: true, confined: false, named, trust: Trust::Operator };
+        let tree = Tree::new(root, manner);
+        assert_eq!(tree.make_directory(b"link", &Meta::default()).is_err(), is_refused);
+        assert!(tree.make_directory(b"d/link", &Meta::default()).is_ok());
+    }
+}
