@@ -16,17 +16,18 @@ use tokio_rustls::server::TlsStream;
 /// The sending half of a connection.
 pub struct Writer {
     half: WriteHalf,
-    turn: Turn,
+    budget: SendBudget,
 }
 
-/// Work of one connection since it last yielded.
-struct Turn {
+/// Budget of the data that one connection sends.
+struct SendBudget {
     /// Host of the peer.
     host: Option<Origin>,
+    /// Bytes sent since the last yield.
     bytes: usize,
 }
 
-impl Turn {
+impl SendBudget {
     /// Counts bytes that were sent. A peer that takes all data at once does not make the task wait, so this yields to the other tasks of
     /// the reactor after [`BYTES_MAX`], and waits while the slice of the host is spent.
     async fn count(&mut self, sent: usize) {
@@ -58,7 +59,7 @@ const PIECES_MAX: usize = 256;
 impl Writer {
     /// For the current host.
     pub(crate) fn new(half: WriteHalf) -> Writer {
-        Writer { half, turn: Turn { host: caller::current(), bytes: 0 } }
+        Writer { half, budget: SendBudget { host: caller::current(), bytes: 0 } }
     }
 
     /// Whether lent files can be sent: not through TLS.
@@ -119,7 +120,7 @@ impl Writer {
                 WriteHalf::Tls(stream) => in_time(stream.write_vectored(&left[..now])).await?,
             };
             IoSlice::advance_slices(&mut left, sent);
-            self.turn.count(sent).await;
+            self.budget.count(sent).await;
         }
         if let WriteHalf::Tls(stream) = &mut self.half {
             in_time(stream.flush()).await?;
@@ -133,7 +134,7 @@ impl Writer {
         };
         let (file, offset, len) = match lent {
             Lent::File { file, offset, len } => (file, offset, len),
-            Lent::Piped(piped) => return send_pages(stream, piped, &mut self.turn).await,
+            Lent::Piped(piped) => return send_pages(stream, piped, &mut self.budget).await,
             Lent::Memory(_) => return Err(io::Error::other("memory is sent otherwise")),
         };
         let (mut at, end) = (*offset, *offset + *len as u64);
@@ -150,7 +151,7 @@ impl Writer {
             if sent == 0 {
                 return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the file was truncated while it was sent"));
             }
-            self.turn.count(sent).await;
+            self.budget.count(sent).await;
         }
         Ok(())
     }
@@ -170,7 +171,7 @@ impl Writer {
     }
 }
 
-async fn send_pages(stream: &Plain, piped: &Piped, turn: &mut Turn) -> io::Result<()> {
+async fn send_pages(stream: &Plain, piped: &Piped, budget: &mut SendBudget) -> io::Result<()> {
     while piped.len() > 0 {
         let sent = either!(stream, s => loop {
             match s.try_io(Interest::WRITABLE, || Ok(piped.send(s)?)) {
@@ -182,7 +183,7 @@ async fn send_pages(stream: &Plain, piped: &Piped, turn: &mut Turn) -> io::Resul
         if sent == 0 {
             return Err(io::ErrorKind::WriteZero.into());
         }
-        turn.count(sent).await;
+        budget.count(sent).await;
     }
     Ok(())
 }

@@ -24,9 +24,9 @@ use thruway_rdma_types::{
 };
 use thruway_tcp::PathInfo;
 
-/// Most bytes that one call of the driver receives or sends for one queue pair, so that others and the caller do not wait for long.
+/// Most bytes received or sent for one queue pair in one call of the driver. Other queue pairs and the caller wait for it.
 const TURN: usize = 256 << 10;
-/// Most system calls in which one call of the driver receives for one queue pair. A call receives one short frame at least.
+/// Most system calls to receive for one queue pair in one call of the driver. A short frame can take a system call of its own.
 const RECEIVES_TURN: usize = 64;
 /// How long a failed connection waits for the peer to read our Terminate and close.
 const LINGER: Duration = Duration::from_secs(2);

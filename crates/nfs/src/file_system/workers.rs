@@ -103,8 +103,7 @@ impl Shared {
 }
 
 impl Workers {
-    /// Does something on one of the threads. Once the job has begun it is completed. A job that nobody waits for any more does not
-    /// begin.
+    /// Runs a job on one of the threads. A job that has begun is completed. If the future is dropped earlier, the job does not begin.
     pub(crate) async fn run<T: Send + 'static>(&self, job: impl FnOnce() -> T + Send + 'static) -> T {
         let (done, result) = oneshot::channel();
         self.push(Box::new(move || {

@@ -254,7 +254,7 @@ impl Server {
         }
     }
 
-    /// Takes from a client what it has, in a task of its own: once begun, this is completed even if the call that needs it is not.
+    /// Removes the state of an expired client, in a separate task: it is completed even if the call that needs it ends early.
     async fn expire(self: &Arc<Self>, client: u64) -> Result<(), Status> {
         let (server, (done, result)) = (Arc::clone(self), tokio::sync::oneshot::channel());
         thruway_engine::reactor::start(async move {

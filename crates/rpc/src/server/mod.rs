@@ -337,13 +337,13 @@ impl Call {
         (self.connection.can_lend && !is_protected).then_some(&self.connection.pipes)
     }
 
-    /// To be called before the call changes anything. From then on it is completed even if its connection is lost: its client may
-    /// ask for the result by another connection.
+    /// Must be called before the call changes anything. Afterwards the call is completed even if its connection is lost, because the
+    /// client can ask for the result by another connection.
     pub fn begin_change(&self) {
         self.has_changed.set(true);
     }
 
-    /// To be called after a change that may be repeated, if nothing else was changed.
+    /// Reverts [`Call::begin_change`], after a change that is safe to repeat.
     pub fn end_change(&self) {
         self.has_changed.set(false);
     }
@@ -385,12 +385,11 @@ impl Call {
     }
 }
 
-/// The answer to a call of a connection. When the connection is lost, a call that has changed nothing ends at once: nobody waits for its
-/// reply.
+/// Answer to a call. If the connection is lost and the call has changed nothing, the call ends early without a reply.
 struct UnlessLost<'a> {
     call: &'a Call,
     answer: Answer<'a>,
-    /// Wait for the loss of the connection, from the first wait of the call on.
+    /// Resolves when the connection is lost. Created when the answer is first pending.
     lost: Option<Pin<Box<dyn Future<Output = ()> + 'a>>>,
 }
 

@@ -155,7 +155,7 @@ impl Service {
             result = served.serve(&mut messages, permit, self.acceptor.closing()) => result,
             () = served.back_calls.run(back_calls, |xid, call| served.call_back(xid, call)) => Ok(()),
         };
-        // Calls in progress are still answered. Those that have changed nothing end at once if nothing can be sent.
+        // Calls in progress are still answered. If the connection is lost, calls that have changed nothing end early.
         let _ = served.calls.acquire_many(CREDITS as u32).await;
         driver.close(CLOSE_TIMEOUT).await;
         result

@@ -21,7 +21,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, watch};
 
 /// A connection whose client stops in the middle of a call for this long is closed.
 const CALL_TIMEOUT: Duration = Duration::from_secs(120);
-/// Time for the replies to a client that has closed its direction of a connection.
+/// Time to send replies after the client has closed its direction of the connection.
 const CLOSED_TIMEOUT: Duration = Duration::from_secs(5);
 /// Calls of a connection in progress at a time; then it is not read from.
 const CALLS_MAX: usize = 256;
@@ -270,11 +270,11 @@ impl Served {
         if result.as_ref().is_err_and(is_lost) {
             self.replies.fail();
         }
-        // Calls in progress are still answered. Those that have changed nothing end at once if nothing can be sent.
+        // Calls in progress are still answered. If the connection is lost, calls that have changed nothing end early.
         let all = CALLS_MAX as u32;
         let answered = tokio::time::timeout(CLOSED_TIMEOUT, self.calls.acquire_many(all)).await.is_ok();
         if !answered {
-            // A client that has closed both directions cannot be told from one that has closed its own.
+            // The client may have closed only its own direction or both: TCP does not tell before data are sent.
             if !*is_closing.borrow() {
                 self.replies.fail();
             }

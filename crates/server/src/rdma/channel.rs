@@ -459,7 +459,7 @@ impl End {
         // SAFETY: an owned descriptor stays open, and the same, until it is dropped with the registration.
         let fd = unsafe { AsyncFd::register_with_interest(fd, Interest::READABLE) }?;
         loop {
-            // In each pass the device handles a bounded number of frames, of which the peer may send any kind.
+            // A pass handles a bounded number of frames. They count as work, whatever they contain.
             slices::spend_for(Some(self.host), PASS_UNITS).await;
             for received in channel.consumed.borrow_mut().drain(..) {
                 channel.slots.borrow().post_receive(&self.qp, received).map_err(other)?;
