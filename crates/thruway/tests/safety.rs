@@ -740,6 +740,17 @@ fn a_link_to_a_device_pipe_or_socket_is_refused_as_the_destination() {
     symlink("../pipe", target.join("source/to-pipe")).unwrap();
     cp(&lab, &args(&[&"-r", &source, &target]));
     assert!(fs::symlink_metadata(target.join("source/to-pipe")).unwrap().is_file());
+    // So is a link at the top of the destination, if the command does not name it.
+    let mut contents_by_ssh = at_ssh.clone();
+    contents_by_ssh.push("/");
+    for destination in [slash(&target), daemon.url("e/"), contents_by_ssh] {
+        fs::remove_file(target.join("to-pipe")).unwrap();
+        symlink("pipe", target.join("to-pipe")).unwrap();
+        let command = args(&[&"-r", &slash(&source), &destination]);
+        let out = with_fake_ssh(&lab).args(["cp", "--json"]).args(&command).output().unwrap();
+        assert!(out.status.success(), "{command:?} {}", stderr(&out));
+        assert!(fs::symlink_metadata(target.join("to-pipe")).unwrap().is_file(), "{destination:?}");
+    }
 }
 
 #[test]

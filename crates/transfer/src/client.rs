@@ -329,10 +329,11 @@ fn attempt(
     // A pulling sink reads its journal first: the source must know whether to make offers.
     let prepared = match &job.local {
         Local::Directory(root) => {
-            let names = Some(job.sources.iter().map(|s| s.name.clone()).collect());
+            let names: Option<Vec<_>> = Some(job.sources.iter().map(|s| s.name.clone()).collect());
             let target = Target {
                 root: root.clone(),
                 job: job.id,
+                named: names.clone(),
                 names,
                 trust: Trust::Operator,
                 replace: true,
@@ -353,7 +354,12 @@ fn attempt(
         renamed: state.renamed,
         offers: wants_offers,
         destination: destination_of(job),
-        sources: job.sources.clone(),
+        sources: match &job.local {
+            Local::Sources(sources) => {
+                sources.iter().map(|(_, name)| SourceSpec { path: Vec::new(), name: name.clone() }).collect()
+            }
+            Local::Directory(_) => job.sources.clone(),
+        },
         job: job.id,
         verify: job.verify as u8,
         data_key,
@@ -475,8 +481,16 @@ fn request_session(
     };
     check_host(remote, key).map_err(LinkError::from)?;
     request.revocable = link.revocable();
-    let message = Control::Session(Box::new(request));
-    if message.encode(0).len() > crate::wire::CONTROL_MAX {
+    let is_too_long = |message: &Control| message.encode(0).len() > crate::wire::CONTROL_MAX;
+    let mut message = Control::Session(Box::new(request));
+    // A daemon accepts pushes without the names of their sources.
+    if is_too_long(&message)
+        && let Control::Session(request) = &mut message
+        && request.direction == Direction::Push
+    {
+        request.sources.clear();
+    }
+    if is_too_long(&message) {
         return Err(LocalError::CommandLength.into());
     }
     link.send(&message)?;

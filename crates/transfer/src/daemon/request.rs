@@ -153,6 +153,7 @@ fn open_dev(asked: &SessionRequest) -> Result<Work, Refusal> {
                 root: None,
                 job: asked.job,
                 names: None,
+                named: None,
                 trust: Trust::Peer,
                 replace: true,
                 confined: true,
@@ -204,6 +205,13 @@ fn open_push(export: &Served, asked: &SessionRequest, job: [u8; 16], allowed: Al
     let target = Target {
         root: Some(Arc::new(dir)),
         job,
+        named: match &rename {
+            Some(name) => Some(vec![name.clone()]),
+            // A client that does not name its sources may have any of the names.
+            None => {
+                Some(asked.sources.iter().map(|s| s.name.clone()).collect()).filter(|names: &Vec<_>| !names.is_empty())
+            }
+        },
         names: rename.clone().map(|name| vec![name]),
         trust: allowed.rights.trust(),
         replace: allowed.rights.contains(Rights::REPLACE),

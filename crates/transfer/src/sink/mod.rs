@@ -110,6 +110,8 @@ pub struct Target {
     pub job: [u8; 16],
     /// Names that the source may make in the root directory; `None`: any.
     pub names: Option<Vec<Vec<u8>>>,
+    /// Names in the root directory that the command itself has; `None`: any may be one. Other names are of entries of trees.
+    pub named: Option<Vec<Vec<u8>>>,
     /// How far the source is trusted.
     pub trust: Trust,
     /// What is there may be replaced.
@@ -215,8 +217,7 @@ pub fn run(
         trust: target.trust,
         replace: target.replace,
         confined: target.confined,
-        // Of a push the names are not known: the command may have any of them.
-        named: target.names.clone(),
+        named: target.named.clone(),
     };
     let tree_root = Arc::clone(&root);
     let tree = Arc::new(Tree::new(root, manner));

@@ -214,7 +214,7 @@ pub struct SessionRequest {
     pub offers: bool,
     /// Pull: where to.
     pub destination: Option<Destination>,
-    /// Pull: what. Push: empty.
+    /// Pull: what. Push: names of the sources, without paths; empty if they are too many.
     pub sources: Vec<SourceSpec>,
     /// Identifies the same job when it is tried again.
     pub job: [u8; 16],
