@@ -241,6 +241,45 @@ fn an_interrupted_copy_to_a_new_name_goes_on_at_that_name() {
 }
 
 #[test]
+fn directories_have_the_modes_of_the_source_after_interruptions() {
+    let lab = Lab::new();
+    let (source, served) = (lab.mkdir("dir"), lab.mkdir("served"));
+    let dirs: Vec<(String, u32)> = (0..30).map(|i| (format!("d{i}"), [0o700, 0o755, 0o500][i % 3])).collect();
+    for (i, (name, bits)) in dirs.iter().enumerate() {
+        fs::create_dir_all(source.join(name)).unwrap();
+        for file in 0..20 {
+            fs::write(source.join(name).join(file.to_string()), noise(20_000, (20 * i + file) as u64)).unwrap();
+        }
+        mode(source.join(name), *bits);
+    }
+    // The umask of the tests is not known.
+    let plain = lab.mkdir("plain");
+    cp(&lab, &args(&[&"-r", &slash(&source), &plain]));
+    let expected: Vec<u32> = dirs.iter().map(|(name, _)| mode_of(plain.join(name))).collect();
+    assert_eq!(expected[0], 0o700);
+    let daemon = lab.serve(&served);
+    for target in [served.join("local").into_os_string(), daemon.url("e/pushed")] {
+        let command = args(&[&"-r", &"--bwlimit", &"30M", &"--retries", &"0", &slash(&source), &target]);
+        let there = served.join(Path::new(&target).file_name().unwrap());
+        for made in [2, 9, 20] {
+            let mut child = thruway(lab.dir.path()).args(["cp", "--quiet"]).args(&command).spawn().unwrap();
+            while fs::read_dir(&there).map_or(0, |entries| entries.count()) < made {
+                if child.try_wait().unwrap().is_some() {
+                    break;
+                }
+                std::thread::sleep(std::time::Duration::from_millis(1));
+            }
+            child.kill().unwrap();
+            child.wait().unwrap();
+        }
+        cp(&lab, &command);
+        let modes: Vec<u32> = dirs.iter().map(|(name, _)| mode_of(there.join(name))).collect();
+        assert_eq!(modes, expected, "{target:?}");
+        assert_same(&source, &there, Compare::Content);
+    }
+}
+
+#[test]
 fn a_copy_does_not_swallow_itself() {
     let lab = Lab::new();
     write(lab.path("a/m/f"), "x");

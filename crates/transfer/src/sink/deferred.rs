@@ -272,9 +272,17 @@ impl Files {
             }
             match self.tree.finish_directory(&path, &meta, made) {
                 Ok(short) => self.fell_short(&path, short),
-                Err(e) => self.fail(&path, &e),
+                Err(e) => self.fail_directory(&path, &e),
             }
-        })
+        })?;
+        if is_over() {
+            return Ok(());
+        }
+        for (path, e) in self.tree.finish_early() {
+            self.fail_directory(&path, &e);
+        }
+        self.tree.settle();
+        Ok(())
     }
 
     fn remove(&self, deferred: &mut Deferred, lists: &HashMap<Vec<u8>, u32>) -> io::Result<()> {

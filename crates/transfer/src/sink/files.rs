@@ -148,6 +148,12 @@ impl Files {
         self.report(path, ReportKind::NotCopied, error.to_string());
     }
 
+    /// Reports a directory that lacks attributes, which the next attempt tries to give it.
+    pub(super) fn fail_directory(&self, path: &[u8], error: &io::Error) {
+        self.tree.leave_unsettled();
+        self.fail(path, error);
+    }
+
     pub(super) fn report(&self, path: &[u8], kind: ReportKind, message: String) {
         let report = Report { path: path.to_vec(), kind, message };
         if self.reports.admit(&report) {
@@ -256,12 +262,9 @@ impl Files {
                 match self.tree.make_directory(path, meta) {
                     Ok(made) => {
                         self.counters.others.fetch_add(1, Ordering::Relaxed);
-                        if let Some(journal) = self.journal.as_ref().filter(|_| made) {
-                            journal.keep();
-                        }
                         self.defer(&record, made);
                     }
-                    Err(e) => self.fail(path, &e),
+                    Err(e) => self.fail_directory(path, &e),
                 }
             }
             Record::Symlink { path, target, meta } => self.other(&path, self.tree.symlink(&path, &target, &meta)),

@@ -43,6 +43,12 @@ const PLACED: u8 = 4;
 const VOID: u8 = 5;
 /// The job has succeeded. Valid only as the last record of a journal: a later attempt appends a header after it.
 const COMPLETE: u8 = 6;
+/// A directory is about to be made. It has its attributes when [`SETTLED`] follows.
+const DIRECTORY: u8 = 7;
+/// All directories recorded so far have their attributes.
+const SETTLED: u8 = 8;
+/// Highest type of a record.
+const LAST_TYPE: u8 = SETTLED;
 
 /// Names a file within a job.
 pub(crate) type Key = [u8; 16];
@@ -86,6 +92,8 @@ pub(crate) struct Earlier {
     lacking: HashSet<u64>,
     /// Large files with recorded ranges.
     unfinished: HashMap<Key, Unfinished>,
+    /// Directories that an earlier attempt made and that may lack their attributes.
+    directories: HashSet<Key>,
 }
 
 /// A large file of which ranges are recorded.
@@ -116,8 +124,14 @@ pub(crate) struct Present {
 }
 
 impl Earlier {
+    /// True if no file is recorded.
     pub(crate) fn is_empty(&self) -> bool {
         self.placed.is_empty() && self.unfinished.is_empty()
+    }
+
+    /// Directories that an earlier attempt made and that may lack their attributes.
+    pub(crate) fn take_directories(&mut self) -> HashSet<Key> {
+        std::mem::take(&mut self.directories)
     }
 
     /// The unfinished file that this version, in this very file, is.
@@ -295,6 +309,16 @@ impl Journal {
         self.state().voided = true;
     }
 
+    /// A directory is about to be made. A later attempt applies the attributes of the source to it, as to one of its own.
+    pub(crate) fn directory(&self, key: &Key) {
+        self.append(&record(DIRECTORY, key, 0, 0, 0, &[0; DIGEST_LEN]));
+    }
+
+    /// All directories of this job have their attributes: a later attempt finds them as directories that were there before it.
+    pub(crate) fn settled(&self) {
+        self.append(&record(SETTLED, &[0; 16], 0, 0, 0, &[0; DIGEST_LEN]));
+    }
+
     /// Calls `each` for every recorded range of an unfinished file.
     ///
     /// # Errors
@@ -318,7 +342,8 @@ impl Journal {
 
     fn append(&self, records: &[u8]) {
         let mut state = self.state();
-        if state.failed || state.voided {
+        // Records of directories do not depend on a sync.
+        if state.failed || (state.voided && records[0] != DIRECTORY) {
             return;
         }
         let written = state.medium.write_all(records);
@@ -327,18 +352,16 @@ impl Journal {
         state.kept = true;
     }
 
-    /// Earlier attempts are to be forgotten.
-    pub(crate) fn restart(&self) {
+    /// Forgets the files of earlier attempts, and returns the rest of `earlier`: the directories, which stay recorded.
+    pub(crate) fn restart(&self, earlier: Earlier) -> Earlier {
+        let mut records = header().to_vec();
+        records.extend(earlier.directories.iter().flat_map(|key| record(DIRECTORY, key, 0, 0, 0, &[0; DIGEST_LEN])));
         let mut state = self.state();
-        let done = state.medium.keep(0).and_then(|()| state.medium.write_all(&header()));
-        state.position = RECORD_LEN as u64;
-        state.kept = false;
+        let done = state.medium.keep(0).and_then(|()| state.medium.write_all(&records));
+        state.position = records.len() as u64;
+        state.kept = !earlier.directories.is_empty();
         state.note(done);
-    }
-
-    /// A later attempt must find that this one was here, even if nothing more is recorded.
-    pub(crate) fn keep(&self) {
-        self.state().kept = true;
+        Earlier { directories: earlier.directories, ..Earlier::default() }
     }
 
     /// Records that the job has succeeded, before the success is reported to the source. If this process ends before it removes
@@ -524,7 +547,7 @@ fn replay(file: &mut impl Read, earlier: &mut Earlier) -> io::Result<u64> {
         let is_header = record[0] == HEADER && field(&record, 20) == u64::from_le_bytes(MAGIC);
         let first = position == 0;
         if record[COVERED..] != checksum(&record).to_le_bytes()
-            || record[0] > COMPLETE
+            || record[0] > LAST_TYPE
             || (record[0] == HEADER) != is_header
             || (first && !is_header)
         {
@@ -564,6 +587,8 @@ impl Earlier {
                 }
             }
             VOID => self.unfinished.clear(),
+            DIRECTORY => drop(self.directories.insert(key)),
+            SETTLED => self.directories.clear(),
             _ => {}
         }
     }
@@ -622,7 +647,7 @@ pub(crate) fn replay_for_fuzzing(data: &[u8]) {
     for chunk in data.chunks_exact(COVERED) {
         let mut record = [0; RECORD_LEN];
         record[..COVERED].copy_from_slice(chunk);
-        record[0] = 1 + record[0] % COMPLETE;
+        record[0] = 1 + record[0] % LAST_TYPE;
         // Few keys, so that records meet.
         let (key, fingerprint) = (record[4] % 4, record[20] % 2);
         record[4..20].fill(key);
@@ -719,10 +744,41 @@ mod tests {
         let (journal, _) = Journal::open(&fd, &[1; 16]).unwrap();
         let busy = Journal::open(&fd, &[1; 16]).map(drop).unwrap_err();
         assert_eq!(busy.kind(), io::ErrorKind::ResourceBusy, "one attempt at a time");
-        journal.restart();
+        journal.restart(Earlier::default());
         drop(journal);
         assert!(Journal::open(&fd, &[1; 16]).unwrap().1.is_empty());
         assert_eq!(std::fs::read_dir(keep.path()).unwrap().count(), 1, "nothing recorded, nothing left");
+    }
+
+    #[test]
+    fn directories_stay_recorded_until_all_have_their_attributes() {
+        let (_keep, fd) = dir();
+        let open = || {
+            let (journal, mut earlier) = Journal::open(&fd, &[1; 16]).unwrap();
+            assert!(earlier.is_empty(), "no file is recorded");
+            let mut keys: Vec<Key> = earlier.take_directories().into_iter().collect();
+            keys.sort_unstable();
+            (journal, keys)
+        };
+        let mut keys = [key_of(b"a"), key_of(b"b")];
+        keys.sort_unstable();
+        let (journal, ..) = open();
+        journal.directory(&keys[0]);
+        journal.void();
+        journal.directory(&keys[1]);
+        drop(journal);
+        let (journal, found) = open();
+        assert_eq!(found, keys, "a failed sync changes nothing");
+        drop(journal);
+        // An attempt that forgets the files of earlier ones.
+        let (journal, earlier) = Journal::open(&fd, &[1; 16]).unwrap();
+        assert_eq!(journal.restart(earlier).take_directories(), HashSet::from(keys));
+        drop(journal);
+        let (journal, found) = open();
+        assert_eq!(found, keys);
+        journal.settled();
+        drop(journal);
+        assert!(open().1.is_empty());
     }
 
     #[test]

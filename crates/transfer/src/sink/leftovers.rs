@@ -314,7 +314,7 @@ mod tests {
     fn journal(root: &Path, job: &[u8; 16]) -> Journal {
         let fd: Arc<OwnedFd> = Arc::new(File::open(root).unwrap().into());
         let (journal, _) = Journal::open(&fd, job).unwrap();
-        journal.keep();
+        journal.directory(&key_of(b"d"));
         journal
     }
 

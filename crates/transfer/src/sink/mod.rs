@@ -153,8 +153,8 @@ impl Prepared {
         let (mut journal, mut earlier, mut leftovers) = (None, Earlier::default(), None);
         if let Some(root) = target.root.as_ref().filter(|_| !options.dry_run) {
             match open_journal(root, &target.job)? {
-                Some((opened, _)) if options.no_resume => {
-                    opened.restart();
+                Some((opened, found)) if options.no_resume => {
+                    earlier = opened.restart(found);
                     journal = Some(Arc::new(opened));
                 }
                 Some((opened, found)) => (journal, earlier) = (Some(Arc::new(opened)), found),
@@ -201,7 +201,7 @@ pub fn run(
     progress: &Arc<Progress>,
     on_report: &OnReport,
 ) -> Outcome {
-    let Prepared { target, journal, earlier, leftovers } = prepared;
+    let Prepared { target, journal, mut earlier, leftovers } = prepared;
     let (events, mailbox) = EventSender::new(link.device());
     let counters = Arc::new(Counters { expected: AtomicU64::new(u64::MAX), ..Counters::default() });
     let local = |e: std::io::Error| LocalError::io("starting the commit stage", e);
@@ -220,7 +220,7 @@ pub fn run(
         named: target.named.clone(),
     };
     let tree_root = Arc::clone(&root);
-    let tree = Arc::new(Tree::new(root, manner));
+    let tree = Arc::new(Tree::new(root, manner, journal.clone(), earlier.take_directories()));
     let on_commit = on_commit(&counters, &events, progress);
     let committer = Arc::new(Committer::start(Arc::clone(&tree), journal.clone(), on_commit).map_err(local)?);
     let files = Arc::new(Files {

@@ -12,6 +12,7 @@ pub(crate) use entries::{check_destination, check_disk};
 pub(crate) use names::{JOURNAL_PREFIX, JOURNAL_SUFFIX, OWN_AGE_MAX_S, is_own_name, temp_name, temporary_of};
 
 use super::attributes::{Shortcomings, Told, Trust};
+use super::journal::{Journal, Key, key_of};
 use crate::wire::Meta;
 use durability::Changed;
 use names::is_fresh_own;
@@ -21,7 +22,7 @@ use std::collections::HashSet;
 use std::ffi::{CStr, CString};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use thruway_fs::Identity;
 use thruway_fs::Volumes;
@@ -53,8 +54,14 @@ pub(crate) struct Tree {
     pub(super) privileged: bool,
     volumes: Volumes,
     changed: Mutex<Changed>,
-    /// Directories made for entries in them before their own records were taken.
+    /// Directories made for entries in them before their own records were taken. Until then only their owner has rights to them.
     early: Mutex<HashSet<Vec<u8>>>,
+    /// Directories made by earlier sessions of the job, whose records this session has not taken yet.
+    made_before: Mutex<HashSet<Key>>,
+    /// A directory lacks attributes that a later attempt can give it.
+    is_unsettled: AtomicBool,
+    /// Records the directories that are made.
+    journal: Option<Arc<Journal>>,
     /// Held while an entry gives way to a directory.
     replacing: Mutex<()>,
     /// Directories made writable for the time of the copy, and the modes they had.
@@ -71,8 +78,13 @@ pub(crate) struct Place {
 }
 
 impl Tree {
-    /// The tree beneath an open directory.
-    pub(crate) fn new(root: Arc<OwnedFd>, manner: Manner) -> Tree {
+    /// The tree beneath an open directory. `made_before`: directories that earlier sessions of the job made.
+    pub(crate) fn new(
+        root: Arc<OwnedFd>,
+        manner: Manner,
+        journal: Option<Arc<Journal>>,
+        made_before: HashSet<Key>,
+    ) -> Tree {
         Tree {
             root,
             manner,
@@ -81,6 +93,9 @@ impl Tree {
             volumes: Volumes::default(),
             changed: Mutex::default(),
             early: Mutex::default(),
+            made_before: Mutex::new(made_before),
+            is_unsettled: AtomicBool::default(),
+            journal,
             replacing: Mutex::default(),
             unlocked: Mutex::default(),
             ours: Mutex::default(),
@@ -105,34 +120,44 @@ impl Tree {
         let is_there = |end: &usize| !self.open_directory(&path[..*end]).is_err_and(|e| is_missing(&e));
         let there = ends.partition_point(is_there);
         for end in ends[there..].iter().copied().chain([path.len()]) {
-            self.make(&path[..end], 0o777)?;
+            self.make_early(&path[..end])?;
         }
         self.open_to_write(path)
     }
 
-    fn make(&self, path: &[u8], mode: u32) -> io::Result<()> {
+    /// Makes a directory whose record has not been taken yet.
+    fn make_early(&self, path: &[u8]) -> io::Result<()> {
         let (parent, name) = split(path);
         let place = Place { dir: self.open_to_write(parent)?, name: CString::new(name)? };
         let mut early = self.early.lock().expect("no panics under the lock");
-        if self.make_in_place(&place, parent, Mode::from_raw_mode(mode))? {
+        if self.make_in_place(&place, path, Mode::RWXU)? {
             early.insert(path.to_vec());
+            self.remember(&place.dir, &place.name);
             self.change(parent);
         }
         Ok(())
     }
 
     /// Makes a directory. An entry of another type, a link to a directory included, gives way. False if there is a directory.
-    fn make_in_place(&self, place: &Place, parent: &[u8], mode: Mode) -> io::Result<bool> {
-        let make = || self.writing(parent, || rustix::fs::mkdirat(&place.dir, &place.name, mode));
-        match make() {
-            Ok(()) => return Ok(true),
-            Err(Errno::EXIST) => {}
-            Err(e) => return Err(e.into()),
+    fn make_in_place(&self, place: &Place, path: &[u8], mode: Mode) -> io::Result<bool> {
+        let stat = || rustix::fs::statat(&place.dir, &place.name, AtFlags::SYMLINK_NOFOLLOW);
+        let make = || {
+            // Recorded first: a session that ends between the two leaves no directory without a record.
+            if let Some(journal) = &self.journal {
+                journal.directory(&key_of(path));
+            }
+            self.writing(split(path).0, || rustix::fs::mkdirat(&place.dir, &place.name, mode))
+        };
+        if stat().is_err() {
+            match make() {
+                Ok(()) => return Ok(true),
+                Err(Errno::EXIST) => {}
+                Err(e) => return Err(e.into()),
+            }
         }
         // Workers can find the same entry in the way.
         let _replacing = self.replacing.lock().expect("no panics under the lock");
-        let stat = rustix::fs::statat(&place.dir, &place.name, AtFlags::SYMLINK_NOFOLLOW);
-        match stat {
+        match stat() {
             Ok(stat) if FileType::from_raw_mode(stat.st_mode).is_dir() => return Ok(false),
             Ok(stat) => self.clear_way(place, &stat, false)?,
             Err(Errno::NOENT) => {}
@@ -230,15 +255,50 @@ impl Tree {
         }
         let place = self.place(path)?;
         let (parent, _) = split(path);
-        let mode = Mode::from_raw_mode(meta.mode & 0o777 | 0o700);
-        let mut made = self.make_in_place(&place, parent, mode)?;
-        // Made for an entry in it, before this record was taken.
-        made |= self.early.lock().expect("no panics under the lock").remove(path);
+        let mode = meta.mode & 0o777 | 0o700;
+        let is_new = self.make_in_place(&place, path, Mode::from_raw_mode(mode))?;
+        let was_early = self.early.lock().expect("no panics under the lock").remove(path);
+        let was_before = self.made_before.lock().expect("no panics under the lock").remove(&key_of(path));
+        if !is_new && (was_early || was_before) {
+            self.set_permissions(path, mode & !self.umask)?;
+        }
         self.remember(&place.dir, &place.name);
+        let made = is_new || was_early || was_before;
         if made {
             self.change(parent);
         }
         Ok(made)
+    }
+
+    /// Sets the permissions of a directory. Its set-group-id bit comes from the directory above.
+    fn set_permissions(&self, path: &[u8], mode: u32) -> io::Result<()> {
+        let dir = self.open_to_write(path)?;
+        let now = rustix::fs::fstat(&*dir)?.st_mode & 0o7777;
+        let wanted = mode | now & 0o2000;
+        if wanted != now {
+            rustix::fs::fchmod(&*dir, Mode::from_raw_mode(wanted))?;
+        }
+        self.sync_if_by_file(&*dir);
+        Ok(())
+    }
+
+    /// Gives the permissions of new directories to directories whose records have not come. Returns those where that failed.
+    pub(crate) fn finish_early(&self) -> Vec<(Vec<u8>, io::Error)> {
+        let early = std::mem::take(&mut *self.early.lock().expect("no panics under the lock"));
+        let set = |path: Vec<u8>| self.set_permissions(&path, 0o777 & !self.umask).err().map(|e| (path, e));
+        early.into_iter().filter_map(set).collect()
+    }
+
+    /// Leaves the directories of the job to its next attempt: one of them lacks attributes.
+    pub(crate) fn leave_unsettled(&self) {
+        self.is_unsettled.store(true, Ordering::Relaxed);
+    }
+
+    /// Records that all directories have their attributes, unless one was left without.
+    pub(crate) fn settle(&self) {
+        if let Some(journal) = self.journal.as_ref().filter(|_| !self.is_unsettled.load(Ordering::Relaxed)) {
+            journal.settled();
+        }
     }
 
     /// Applies a directory's attributes, when nothing more is put into it. `made` if this session made it.
@@ -257,13 +317,8 @@ impl Tree {
             self.sync_if_by_file(&*dir);
             return Ok(short);
         }
-        // The set-group-id bit comes from the directory above.
-        let now = rustix::fs::fstat(&*dir)?.st_mode & 0o7777;
-        let wanted = self.mode(meta) | now & 0o2000;
-        if wanted != now {
-            rustix::fs::fchmod(&*dir, Mode::from_raw_mode(wanted))?;
-        }
-        self.sync_if_by_file(&*dir);
+        drop(dir);
+        self.set_permissions(path, self.mode(meta))?;
         Ok(Shortcomings::default())
     }
 

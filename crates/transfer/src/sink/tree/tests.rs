@@ -5,10 +5,8 @@ use std::path::Path;
 use thruway_fs::remove::NEVER;
 
 fn tree_with(dir: &Path, preserve: bool, delete: bool, trust: Trust) -> Tree {
-    Tree::new(
-        Arc::new(fs::File::open(dir).unwrap().into()),
-        Manner { preserve, delete, replace: true, confined: false, named: None, trust },
-    )
+    let manner = Manner { preserve, delete, replace: true, confined: false, named: None, trust };
+    Tree::new(Arc::new(fs::File::open(dir).unwrap().into()), manner, None, HashSet::new())
 }
 
 fn tree(dir: &Path) -> Tree {
@@ -341,8 +339,78 @@ fn links_to_devices_are_refused_only_if_the_command_may_name_them() {
         let root = Arc::new(fs::File::open(dir.path()).unwrap().into());
         let manner =
             Manner { preserve: true, delete: false, replace: true, confined: false, named, trust: Trust::Operator };
-        let tree = Tree::new(root, manner);
+        let tree = Tree::new(root, manner, None, HashSet::new());
         assert_eq!(tree.make_directory(b"link", &Meta::default()).is_err(), is_refused);
         assert!(tree.make_directory(b"d/link", &Meta::default()).is_ok());
     }
+}
+
+fn mode_of(path: &Path) -> u32 {
+    fs::metadata(path).unwrap().mode() & 0o7777
+}
+
+/// A session ends at any moment, and the next one goes on.
+#[test]
+fn directories_of_an_interrupted_session_get_their_attributes_from_the_next() {
+    for (mode, umask, preserve) in
+        [(0o700, 0o022, false), (0o755, 0o022, false), (0o555, 0o077, false), (0o1775, 0o022, true)]
+    {
+        let dir = tempfile::tempdir().unwrap();
+        let root: Arc<OwnedFd> = Arc::new(fs::File::open(dir.path()).unwrap().into());
+        let session = || {
+            let (journal, mut earlier) = Journal::open(&root, &[1; 16]).unwrap();
+            let manner =
+                Manner { preserve, delete: false, replace: true, confined: false, named: None, trust: Trust::Operator };
+            let mut tree = Tree::new(Arc::clone(&root), manner, Some(Arc::new(journal)), earlier.take_directories());
+            tree.umask = umask;
+            tree
+        };
+        let meta = Meta { mode: 0o040_000 | mode, ..Meta::default() };
+        let expected = if preserve { mode } else { mode & !umask };
+        let path = dir.path().join("d/inner");
+        fs::create_dir(dir.path().join("other")).unwrap();
+        fs::set_permissions(dir.path().join("other"), fs::Permissions::from_mode(0o750)).unwrap();
+        // The session ends before the record comes.
+        session().place(b"d/inner/file").unwrap();
+        assert_eq!((mode_of(&dir.path().join("d")), mode_of(&path)), (0o700, 0o700), "until the record comes");
+        for attempt in 0..2 {
+            // Before the attributes are applied, and after it.
+            let tree = session();
+            assert!(tree.make_directory(b"d/inner", &meta).unwrap(), "made by this job");
+            assert_eq!(mode_of(&path) & !expected & !0o700, 0, "not wider than it is to be");
+            assert!(!tree.make_directory(b"other", &meta).unwrap(), "was there before the job");
+            if attempt == 1 {
+                tree.finish_directory(b"d/inner", &meta, true).unwrap();
+                tree.settle();
+            }
+        }
+        assert_eq!(mode_of(&path), expected);
+        let tree = session();
+        assert!(!tree.make_directory(b"d/inner", &meta).unwrap(), "is there with its attributes");
+        assert!(tree.finish_early().is_empty());
+        assert_eq!(mode_of(&dir.path().join("other")), 0o750);
+    }
+}
+
+#[test]
+fn directories_without_records_get_the_permissions_of_new_ones() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut tree = tree_with(dir.path(), false, false, Trust::Operator);
+    tree.umask = 0o027;
+    tree.place(b"a/b/file").unwrap();
+    let modes = || [mode_of(&dir.path().join("a")), mode_of(&dir.path().join("a/b"))];
+    assert_eq!(modes(), [0o700; 2]);
+    assert!(tree.finish_early().is_empty());
+    assert_eq!(modes(), [0o750; 2]);
+}
+
+#[test]
+fn a_file_does_not_take_the_place_of_a_directory_that_was_made_for_another_file() {
+    let dir = tempfile::tempdir().unwrap();
+    let tree = tree_with(dir.path(), false, true, Trust::Operator);
+    tree.place(b"d/file").unwrap();
+    // As where names that differ in case are one.
+    let identity = file(dir.path(), "temp", 0o644);
+    let error = tree.put_in_place(b"", &tree.find(b"d").unwrap(), c"temp", identity).unwrap_err();
+    assert!(error.to_string().contains("another entry of this copy"), "{error}");
 }
