@@ -360,7 +360,14 @@ impl Tree {
             self.change(path);
         }
         for name in thruway_fs::listing::names(&*dir)? {
-            let name = name?;
+            let name = match name {
+                Ok(name) => name,
+                Err(e) => {
+                    let failure = io::Error::new(e.kind(), format!("the directory cannot be listed to its end: {e}"));
+                    total.failure.get_or_insert((below.to_vec(), failure));
+                    break;
+                }
+            };
             if remover.is_over.load(Ordering::SeqCst) {
                 break;
             }
