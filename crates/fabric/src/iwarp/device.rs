@@ -13,7 +13,7 @@ use crate::reservation::Reservation;
 use crate::{Device, ListenOptions, shm};
 use rustix::event::{EventfdFlags, epoll};
 use rustix::time::{Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec};
-use std::collections::{HashMap, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpStream, UdpSocket};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -180,8 +180,9 @@ pub(super) struct Context {
     driver: Mutex<Driver>,
     /// Counts changes to the set of live queue pairs.
     live_version: AtomicU64,
-    ready: Mutex<VecDeque<u64>>,
-    /// There may be some: saves those who poll the lock.
+    /// Entities to serve in the next pass. A set, so that a pass serves each of them once.
+    ready: Mutex<HashSet<u64>>,
+    /// False if `ready` is empty.
     has_ready: AtomicBool,
     events: Mutex<VecDeque<Queued>>,
     /// The consumer's handle has been dropped: events have no receiver any more. Changes under the lock of `events`.
@@ -280,7 +281,7 @@ impl Context {
                 streak: 0,
             }),
             live_version: AtomicU64::new(1),
-            ready: Mutex::new(VecDeque::new()),
+            ready: Mutex::default(),
             has_ready: AtomicBool::new(false),
             events: Mutex::new(VecDeque::new()),
             abandoned: AtomicBool::new(false),
@@ -435,7 +436,9 @@ impl Context {
     /// The queue pair could do more without waiting.
     pub(super) fn mark_ready(&self, id: u64) {
         let mut ready = self.ready.lock_unpoisoned();
-        ready.push_back(id);
+        if !ready.insert(id) {
+            return;
+        }
         self.has_ready.store(true, Ordering::Release);
         drop(ready);
         self.count_unpolled();
@@ -560,14 +563,15 @@ impl Context {
             Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
             Err(TryLockError::WouldBlock) => return,
         };
+        let mut served = HashSet::new();
         if self.has_ready.load(Ordering::Acquire) {
             let mut ready = self.ready.lock_unpoisoned();
             self.has_ready.store(false, Ordering::Relaxed);
-            let waiting = std::mem::take(&mut *ready);
+            served = std::mem::take(&mut *ready);
             drop(ready);
-            self.discount_unpolled(waiting.len());
-            for id in waiting {
-                self.progress(id, Readiness::default());
+            self.discount_unpolled(served.len());
+            for id in &served {
+                self.progress(*id, Readiness::default());
             }
         }
         let version = self.live_version.load(Ordering::Acquire);
@@ -588,7 +592,9 @@ impl Context {
                 // A socket out of the epoll set does not report when there is room again.
                 let tried = Readiness { readable: true, writable: driver.detached, hung_up: false };
                 let mut moved = false;
-                for hot in driver.hot.iter().filter(|hot| !hot.has_nothing()) {
+                let is_served = |hot: &&Hot| served.contains(&hot.qp.id());
+                moved |= driver.hot.iter().any(|hot| is_served(&hot));
+                for hot in driver.hot.iter().filter(|hot| !is_served(hot) && !hot.has_nothing()) {
                     moved |= hot.qp.poll(tried, polled.as_deref_mut());
                 }
                 driver.idle = if moved { 0 } else { driver.idle.saturating_add(1) };
@@ -951,5 +957,52 @@ impl RegionOps for RegionHandle {
 
     fn as_any(&self) -> &dyn std::any::Any {
         self
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{ConnectParams, ConnectionEvent, ListenOptions};
+    use std::io::{ErrorKind, Read, Write};
+    use std::net::TcpStream;
+
+    /// A peer always has more to be received than one turn takes.
+    #[test]
+    fn a_flooding_connection_is_in_the_queue_of_ready_ones_once() {
+        let ctx = Context::open(Config { crc: false, ..Config::default() }, true).unwrap();
+        let device = Device::new(Arc::new(Handle(Arc::clone(&ctx))));
+        let listener = device.listen("127.0.0.1:0".parse().unwrap(), &ListenOptions::default()).unwrap();
+        let (pd, cq) = (device.alloc_pd().unwrap(), device.create_cq(512).unwrap());
+        let mut peer = TcpStream::connect(listener.local_addr()).unwrap();
+        peer.write_all(b"MPA ID Req Frame\0\x01\0\0").unwrap();
+        let qp = pd.create_qp(&cq, &cq, QueuePairCaps::default()).unwrap();
+        let request = loop {
+            if let Some(ConnectionEvent::Request(request)) = device.poll_event() {
+                break request;
+            }
+            std::thread::yield_now();
+        };
+        request.accept(&qp, &ConnectParams::default()).unwrap();
+        device.progress();
+        peer.read_exact(&mut [0; 20]).unwrap();
+        peer.set_nonblocking(true).unwrap();
+        // RDMA Writes of no bytes (RFC 5040, 5.2): length field, header, CRC field.
+        let frame = [&[0, 14, 0xc1, 0x40][..], &[0; 12], &[0; 4]].concat();
+        let flood = frame.repeat(100_000);
+        let (mut sent, mut turns) = (0, 0);
+        let start = Instant::now();
+        while turns < 20 {
+            assert!(start.elapsed() < Duration::from_secs(60), "only {turns} turns were not enough for what had come");
+            match peer.write(&flood[sent % frame.len()..]) {
+                Ok(n) => sent += n,
+                Err(e) => assert_eq!(e.kind(), ErrorKind::WouldBlock),
+            }
+            cq.poll(&mut Vec::new(), 64);
+            let ready = ctx.ready.lock().unwrap().len();
+            assert!(ready <= 1, "{ready} turns in the next pass");
+            turns += ready;
+            assert_eq!(qp.error(), None);
+        }
     }
 }

@@ -276,6 +276,11 @@ impl Endpoint {
         self.ctx.live_changed();
     }
 
+    /// Key of the endpoint in the device.
+    pub(super) fn id(&self) -> u64 {
+        self.id
+    }
+
     /// Something happened on the socket, or this queue pair's turn has come.
     pub(super) fn progress(&self, socket: Readiness) {
         self.poll(socket, None);
