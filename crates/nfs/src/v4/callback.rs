@@ -10,7 +10,7 @@ use std::time::Duration;
 use thruway_rpc::client::{CallError, Procedure};
 use thruway_rpc::message::OpaqueAuth;
 use thruway_rpc::server::BackChannel;
-use thruway_rpc::xdr::{Decoder, Encoder};
+use thruway_rpc::xdr::{DecodeError, Decoder, Encoder};
 
 /// Connections by which a session is called back.
 const CHANNELS_MAX: usize = 4;
@@ -158,11 +158,11 @@ impl Back {
             if let Err(CallError::TimedOut(_)) = reply {
                 self.channels().retain(|known| !known.is_same(&channel));
             }
-            let (of_sequence, of_notice) = statuses(&reply?)?;
+            let (of_sequence, of_notice) = statuses(&reply?, &session.id, sequence)?;
             match of_sequence {
                 0 => {
                     *slot = Slot { taken: sequence, tried: sequence };
-                    return Ok(Answer { status: of_notice.unwrap_or_default(), is_of_notice: true });
+                    return Ok(Answer { status: of_notice, is_of_notice: true });
                 }
                 // Nothing that it could be is right.
                 SEQ_MISORDERED if sequence == slot.taken.wrapping_add(1) => break,
@@ -235,21 +235,31 @@ pub(crate) struct Answer {
     pub(crate) is_of_notice: bool,
 }
 
-/// The statuses of CB_SEQUENCE and of what follows it, if it was reached.
-fn statuses(reply: &[u8]) -> Result<(u32, Option<u32>), CallError> {
+/// Statuses of CB_SEQUENCE and, if that succeeded, of the operation after it; otherwise 0.
+///
+/// # Errors
+/// [`CallError::Malformed`] if the reply ends early, or answers another operation, session, number or slot.
+fn statuses(reply: &[u8], session: &[u8; 16], sequence: u32) -> Result<(u32, u32), CallError> {
+    let is = |value: u32, expected: u32| if value == expected { Ok(()) } else { Err(DecodeError::Invalid { value }) };
     let mut d = Decoder::new(reply);
     let (status, _tag, count) = (d.u32()?, d.opaque(1024)?, d.u32()?);
-    if count == 0 {
-        return Ok((status, None));
+    if count == 0 && status != 0 {
+        return Ok((status, 0));
     }
-    let (_operation, of_sequence) = (d.u32()?, d.u32()?);
-    if of_sequence != 0 || count == 1 {
-        return Ok((of_sequence, None));
+    is(d.u32()?, CB_SEQUENCE)?;
+    let of_sequence = d.u32()?;
+    if of_sequence != 0 {
+        return Ok((of_sequence, 0));
     }
-    // Session, number, slot, highest and target highest slot.
-    d.fixed::<32>()?;
-    let (_operation, of_notice) = (d.u32()?, d.u32()?);
-    Ok((0, Some(of_notice)))
+    let (of_session, number, slot) = (d.fixed::<16>()?, d.u32()?, d.u32()?);
+    for (word, expected) in of_session.chunks_exact(4).zip(session.chunks_exact(4)) {
+        let value = |word: &[u8]| u32::from_be_bytes(word.try_into().expect("4 bytes"));
+        is(value(word), value(expected))?;
+    }
+    is(number, sequence)?;
+    is(slot, 0)?;
+    let (_highest, _target, _operation, of_notice) = (d.u32()?, d.u32()?, d.u32()?, d.u32()?);
+    Ok((0, of_notice))
 }
 
 #[cfg(test)]
@@ -261,14 +271,24 @@ mod tests {
     }
 
     #[test]
-    fn answers_are_taken_apart() {
-        let all = words(&[0, 0, 2, CB_SEQUENCE, 0, 1, 2, 3, 4, 5, 0, 0, 0, CB_NOTIFY_LOCK, 10_004]);
-        assert!(matches!(statuses(&all), Ok((0, Some(10_004)))));
+    fn answers_are_taken_apart_and_belong_to_the_call() {
+        const SEQUENCE: u32 = 5;
+        let session: [u8; 16] = words(&[1, 2, 3, 4]).try_into().unwrap();
+        let statuses = |reply: &[u8]| statuses(reply, &session, SEQUENCE);
+        let all = words(&[0, 0, 2, CB_SEQUENCE, 0, 1, 2, 3, 4, SEQUENCE, 0, 0, 0, CB_NOTIFY_LOCK, 10_004]);
+        assert!(matches!(statuses(&all), Ok((0, 10_004))));
         let misordered = words(&[SEQ_MISORDERED, 0, 1, CB_SEQUENCE, SEQ_MISORDERED]);
-        assert!(matches!(statuses(&misordered), Ok((SEQ_MISORDERED, None))));
-        assert!(matches!(statuses(&words(&[10_021, 0, 0])), Ok((10_021, None))));
+        assert!(matches!(statuses(&misordered), Ok((SEQ_MISORDERED, 0))));
+        assert!(matches!(statuses(&words(&[10_021, 0, 0])), Ok((10_021, 0))));
         for len in 0..all.len() {
             assert!(statuses(&all[..len]).is_err(), "{len}");
         }
+        for (word, what) in [(3, "operation"), (5, "session"), (8, "session"), (9, "number"), (10, "slot")] {
+            let mut other = all.clone();
+            other[4 * word + 3] += 1;
+            assert!(matches!(statuses(&other), Err(CallError::Malformed(_))), "another {what}");
+        }
+        let unanswered = words(&[0, 0, 1, CB_SEQUENCE, 0, 1, 2, 3, 4, SEQUENCE, 0, 0, 0]);
+        assert!(statuses(&unanswered).is_err(), "success of everything, without the second operation");
     }
 }
