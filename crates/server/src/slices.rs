@@ -20,7 +20,7 @@ pub const UNIT_BYTES: usize = 4 << 10;
 /// Waiting tasks of one host that continue in one round. Each does at least one unit.
 const TASKS_OF_ROUND: usize = 8;
 
-/// Most hosts with counts. Beyond that, hosts without waiting tasks are dropped from the table.
+/// Hosts with counts before those without waiting tasks are dropped from the table for the first time.
 const HOSTS_MAX: usize = 1024;
 
 thread_local! {
@@ -38,6 +38,8 @@ struct Rounds {
     number: u64,
     /// The task that begins rounds is running.
     is_running: bool,
+    /// Hosts in the table after the last removal.
+    kept: usize,
 }
 
 #[derive(Default)]
@@ -72,8 +74,10 @@ impl Rounds {
     }
 
     fn put_back(&mut self) {
-        if self.hosts.len() >= HOSTS_MAX {
+        // With twice the hosts of the last time, so that the scans cost a constant time per host.
+        if self.hosts.len() >= HOSTS_MAX.max(2 * self.kept) {
             self.hosts.retain(|_, host| !host.waiting.is_empty());
+            self.kept = self.hosts.len();
         }
         self.hosts.extend(self.recent.take());
     }
@@ -246,6 +250,28 @@ mod tests {
             }
             assert!(order.borrow().is_sorted(), "{order:?}");
         });
+    }
+
+    #[test]
+    fn the_table_grows_with_the_waiting_hosts_only() {
+        let mut rounds = Rounds::default();
+        let address = |n: u32| Origin::of_host(std::net::Ipv4Addr::from_bits(n).into());
+        let mut waits = Vec::new();
+        for n in 0..3 * HOSTS_MAX as u32 {
+            assert!(rounds.spend(address(n), Work::New, SLICE).is_none());
+            waits.extend(rounds.spend(address(n), Work::New, 1));
+        }
+        assert_eq!(waits.len(), 3 * HOSTS_MAX, "each waits");
+        for n in 0..100 * HOSTS_MAX as u32 {
+            assert!(rounds.spend(address(0x1000_0000 + n), Work::New, 1).is_none());
+        }
+        assert!(rounds.hosts.len() <= 6 * HOSTS_MAX, "{} hosts", rounds.hosts.len());
+        drop(waits);
+        while rounds.begin() {}
+        for n in 0..100 * HOSTS_MAX as u32 {
+            assert!(rounds.spend(address(0x2000_0000 + n), Work::New, 1).is_none());
+        }
+        assert!(rounds.hosts.len() <= HOSTS_MAX, "{} hosts without waiting tasks", rounds.hosts.len());
     }
 
     #[test]
