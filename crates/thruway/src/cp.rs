@@ -758,8 +758,11 @@ fn local_root(
         return Ok((None, None));
     }
     if into_directory {
-        std::fs::create_dir(target).map_err(|e| failed(target, e))?;
-        return Ok((Some(open(target)?), None));
+        match std::fs::create_dir(target) {
+            // Another copy has made it meanwhile.
+            Err(e) if e.kind() != std::io::ErrorKind::AlreadyExists => return Err(failed(target, e)),
+            _ => return Ok((Some(open(target)?), None)),
+        }
     }
     let name = target.file_name().ok_or_else(|| format!("{}: not a name for a file", target.display()))?;
     Ok((Some(open(parent)?), Some(name.as_bytes().to_vec())))

@@ -231,7 +231,11 @@ fn make_dir(export: &Served, base: &OwnedFd, path: &[u8]) -> std::io::Result<()>
     let dir = export.open_dir(base, parent)?;
     let name = Path::new(std::ffi::OsStr::from_bytes(name));
     // Its name is made durable with what is put into it.
-    Ok(rustix::fs::mkdirat(&dir, name, Mode::from_raw_mode(0o777))?)
+    match rustix::fs::mkdirat(&dir, name, Mode::from_raw_mode(0o777)) {
+        // Another copy has made it meanwhile.
+        Ok(()) | Err(Errno::EXIST) => Ok(()),
+        Err(e) => Err(e.into()),
+    }
 }
 
 /// The exports that a principal knows, as directories.
