@@ -759,7 +759,7 @@ fn local_root(
     }
     if into_directory {
         match std::fs::create_dir(target) {
-            // Another copy has made it meanwhile.
+            // Another copy has made it.
             Err(e) if e.kind() != std::io::ErrorKind::AlreadyExists => return Err(failed(target, e)),
             _ => return Ok((Some(open(target)?), None)),
         }

@@ -232,7 +232,7 @@ fn make_dir(export: &Served, base: &OwnedFd, path: &[u8]) -> std::io::Result<()>
     let name = Path::new(std::ffi::OsStr::from_bytes(name));
     // Its name is made durable with what is put into it.
     match rustix::fs::mkdirat(&dir, name, Mode::from_raw_mode(0o777)) {
-        // Another copy has made it meanwhile.
+        // Another copy has made it.
         Ok(()) | Err(Errno::EXIST) => Ok(()),
         Err(e) => Err(e.into()),
     }

@@ -56,7 +56,7 @@ pub(crate) struct Tree {
     changed: Mutex<Changed>,
     /// Directories made for entries in them before their own records were taken. Until then only their owner has rights to them.
     early: Mutex<HashSet<Vec<u8>>>,
-    /// Directories made by earlier sessions of the job, whose records this session has not taken yet.
+    /// Directories made by earlier sessions of the job. Those are removed of which this session has taken the record.
     made_before: Mutex<HashSet<Key>>,
     /// A directory lacks attributes that a later attempt can give it.
     is_unsettled: AtomicBool,
@@ -125,7 +125,7 @@ impl Tree {
         self.open_to_write(path)
     }
 
-    /// Makes a directory whose record has not been taken yet.
+    /// Makes a directory before its record has been taken.
     fn make_early(&self, path: &[u8]) -> io::Result<()> {
         let (parent, name) = split(path);
         let place = Place { dir: self.open_to_write(parent)?, name: CString::new(name)? };
@@ -282,7 +282,7 @@ impl Tree {
         Ok(())
     }
 
-    /// Gives the permissions of new directories to directories whose records have not come. Returns those where that failed.
+    /// Sets the permissions of directories without records. Returns those that failed.
     pub(crate) fn finish_early(&self) -> Vec<(Vec<u8>, io::Error)> {
         let early = std::mem::take(&mut *self.early.lock().expect("no panics under the lock"));
         let set = |path: Vec<u8>| self.set_permissions(&path, 0o777 & !self.umask).err().map(|e| (path, e));
