@@ -56,7 +56,7 @@ pub(crate) struct Tree {
     changed: Mutex<Changed>,
     /// Directories made for entries in them before their own records were taken. Until then only their owner has rights to them.
     early: Mutex<HashSet<Vec<u8>>>,
-    /// Directories made by earlier sessions of the job. Those are removed of which this session has taken the record.
+    /// Directories made by earlier sessions of the job. One is removed when its record is taken.
     made_before: Mutex<HashSet<Key>>,
     /// A directory lacks attributes that a later attempt can give it.
     is_unsettled: AtomicBool,
