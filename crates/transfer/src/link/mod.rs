@@ -328,6 +328,16 @@ impl Link {
     /// # Errors
     /// [`LinkError`].
     pub fn join(&mut self, channels: &Channels, count: u32, role: Role) -> Result<(), LinkError> {
+        self.join_first(channels, count, role)?;
+        match &self.0 {
+            // Receives bound the messages that wait.
+            Inner::Rdma(_) => {}
+            Inner::Tcp(link) => link.begin(),
+        }
+        Ok(())
+    }
+
+    fn join_first(&mut self, channels: &Channels, count: u32, role: Role) -> Result<(), LinkError> {
         match channels {
             Channels::Open { .. } => {
                 self.more(channels, count.saturating_sub(self.count() as u32), role)?;

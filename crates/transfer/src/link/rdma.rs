@@ -54,6 +54,8 @@ pub(crate) struct RdmaLink {
     peer_room: usize,
     /// Receives posted again and not yet told to the peer.
     owed: usize,
+    /// Control messages put into `ready` since it was empty.
+    waiting: usize,
     data: Vec<DataChannel>,
     /// Data channels that this end has opened.
     numbered: u32,
@@ -121,6 +123,7 @@ impl RdmaLink {
             raw: VecDeque::new(),
             peer_room: CONTROL_RECEIVES - CONTROL_RESERVE,
             owed: 0,
+            waiting: 0,
             peer_revocable: true,
             data: Vec::new(),
             numbered: 0,
@@ -531,7 +534,16 @@ impl RdmaLink {
         if self.ready.is_empty() {
             self.turn(limit)?;
         }
-        Ok(std::mem::take(&mut self.ready))
+        let ready = std::mem::take(&mut self.ready);
+        self.return_receives();
+        Ok(ready)
+    }
+
+    /// Counts the receives of messages that have been taken as owed to the peer.
+    fn return_receives(&mut self) {
+        if self.ready.is_empty() {
+            self.owed += std::mem::take(&mut self.waiting);
+        }
     }
 
     /// Waits up to `limit` for something to happen. The end comes after everything that was said before it.
@@ -547,6 +559,11 @@ impl RdmaLink {
     }
 
     fn go_on(&mut self, limit: Duration) -> Result<(), LinkError> {
+        self.return_receives();
+        if self.owed >= RETURN_AT {
+            // Before this end waits: the peer may have none left.
+            self.flush()?;
+        }
         let mut completions = std::mem::take(&mut self.completions);
         if self.cq.poll(&mut completions, 256) == 0 && !self.take_connection_event()? {
             let now = Instant::now();
@@ -676,7 +693,11 @@ impl RdmaLink {
         let (message, receives) = Control::decode(&plain)?;
         self.peer_room = (self.peer_room + usize::from(receives)).min(CONTROL_RECEIVES - CONTROL_RESERVE);
         if message != Control::Receives {
-            self.owed += 1;
+            // The receives of messages that have not been taken are not returned.
+            if self.waiting >= CONTROL_RECEIVES {
+                return Err(LinkError::Unexpected("control message without a receive"));
+            }
+            self.waiting += 1;
             self.ready.push_back(LinkEvent::Control(message));
         }
         Ok(())

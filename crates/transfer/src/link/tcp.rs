@@ -32,6 +32,14 @@ const GREETING_MAX: usize = 256;
 /// Bytes a sealed control frame can have.
 const FRAME_MAX: usize = CONTROL_MAX + 64;
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(15);
+/// Memory of control messages that wait for the session's thread before its session has begun. Further ones stay in the socket.
+const WAITING_BEFORE: usize = 64 << 10;
+/// The same in a session. More than one end sends without taking messages, so that two ends cannot wait for each other.
+const WAITING_IN_SESSION: usize = 32 << 20;
+/// Memory of a waiting message beside its bytes.
+const MESSAGE_OVERHEAD: usize = 128;
+/// Bytes of control messages that are dropped at the end of a link before it is closed in any case.
+const DROPPED_MAX: usize = 16 << 20;
 
 /// Takes pieces of files off a socket.
 pub(crate) trait Receive: Send + Sync {
@@ -169,6 +177,8 @@ pub(crate) struct TcpLink {
     news: Receiver<News>,
     secured: Option<Secured>,
     raw: VecDeque<Vec<u8>>,
+    /// Memory of the messages put into `raw` and `ready` since both were empty.
+    waiting: usize,
     pool: Option<Arc<BlockPool>>,
     data: Vec<Arc<TcpStream>>,
     /// Data channels that are being opened.
@@ -232,6 +242,7 @@ impl TcpLink {
             news,
             secured: None,
             raw: VecDeque::new(),
+            waiting: 0,
             pool: None,
             data: Vec::new(),
             opening: 0,
@@ -385,10 +396,25 @@ impl TcpLink {
         if self.ready.is_empty() {
             self.turn(limit)?;
         }
-        Ok(std::mem::take(&mut self.ready))
+        let ready = std::mem::take(&mut self.ready);
+        self.make_room();
+        Ok(ready)
+    }
+
+    /// Lets further control messages come when all have been taken.
+    fn make_room(&mut self) {
+        if self.ready.is_empty() && self.raw.is_empty() && self.waiting > 0 {
+            self.held.taken(std::mem::take(&mut self.waiting));
+        }
+    }
+
+    /// The session begins: its thread takes messages from now on.
+    pub(crate) fn begin(&self) {
+        self.held.set_limit(WAITING_IN_SESSION);
     }
 
     pub(crate) fn turn(&mut self, limit: Duration) -> Result<(), LinkError> {
+        self.make_room();
         if !self.take_news()? {
             // The end comes after everything that was said before it.
             if let Some(cause) = &self.ended {
@@ -418,6 +444,7 @@ impl TcpLink {
             match news {
                 News::Control(bytes) => {
                     self.heard = Instant::now();
+                    self.waiting += bytes.len() + MESSAGE_OVERHEAD;
                     if self.secured.is_none() {
                         self.raw.push_back(bytes);
                     } else {
@@ -465,13 +492,29 @@ impl TcpLink {
         if !expected && self.control_path().is_some_and(|p| p.round_trip >= super::channel_scaler::ROUND_TRIP_MIN) {
             return;
         }
+        self.ready.clear();
+        self.raw.clear();
+        self.make_room();
+        self.held.set(false);
         let start = Instant::now();
-        while self.ended.is_none() && start.elapsed() < Duration::from_secs(2) {
-            if self.take_news().is_err() {
-                return;
-            }
-            if self.ended.is_none() && self.device.wait(Some(Duration::from_millis(50))).is_err() {
-                return;
+        let mut dropped = 0;
+        while self.ended.is_none() && dropped < DROPPED_MAX && start.elapsed() < Duration::from_secs(2) {
+            let news = match self.news.try_recv() {
+                Ok(news) => news,
+                Err(TryRecvError::Disconnected) => return,
+                Err(TryRecvError::Empty) => match self.device.wait(Some(Duration::from_millis(50))) {
+                    Ok(()) => continue,
+                    Err(_) => return,
+                },
+            };
+            match news {
+                News::ControlEnded(_) => return,
+                // Not even decrypted: nothing that is said now is of use.
+                News::Control(bytes) => {
+                    dropped += bytes.len();
+                    self.held.taken(bytes.len() + MESSAGE_OVERHEAD);
+                }
+                _ => {}
             }
         }
     }
@@ -502,7 +545,7 @@ impl Drop for TcpLink {
         for stream in self.data.iter().chain([&self.control]) {
             let _ = stream.shutdown(Shutdown::Both);
         }
-        self.held.set(false);
+        self.held.update(|state| (state.is_held, state.limit) = (false, usize::MAX));
     }
 }
 
@@ -510,24 +553,56 @@ fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> io::Result<()> {
     std::thread::Builder::new().name(name.into()).stack_size(256 << 10).spawn(run).map(drop)
 }
 
-/// Whether what the peer says is left where it is for a while.
-#[derive(Default)]
+/// Control messages that the reader may read ahead of the session's thread.
 struct Held {
-    is_held: Mutex<bool>,
+    state: Mutex<HeldState>,
     changed: Condvar,
 }
 
+struct HeldState {
+    /// Messages stay in the socket.
+    is_held: bool,
+    /// Memory of the messages that have been read and not taken.
+    waiting: usize,
+    /// Messages stay in the socket while `waiting` is at least this.
+    limit: usize,
+}
+
+impl Default for Held {
+    fn default() -> Held {
+        let state = HeldState { is_held: false, waiting: 0, limit: WAITING_BEFORE };
+        Held { state: Mutex::new(state), changed: Condvar::new() }
+    }
+}
+
 impl Held {
-    fn set(&self, hold: bool) {
-        let mut is_held = self.is_held.lock().expect("no panics under the lock");
-        if std::mem::replace(&mut *is_held, hold) && !hold {
-            self.changed.notify_all();
-        }
+    fn update(&self, change: impl FnOnce(&mut HeldState)) {
+        change(&mut self.state.lock().expect("no panics under the lock"));
+        self.changed.notify_all();
     }
 
+    fn set(&self, hold: bool) {
+        self.update(|state| state.is_held = hold);
+    }
+
+    fn set_limit(&self, limit: usize) {
+        self.update(|state| state.limit = limit);
+    }
+
+    /// Messages with this memory have been taken.
+    fn taken(&self, memory: usize) {
+        self.update(|state| state.waiting = state.waiting.saturating_sub(memory));
+    }
+
+    fn add(&self, memory: usize) {
+        self.state.lock().expect("no panics under the lock").waiting += memory;
+    }
+
+    /// Waits until another message may be read.
     fn wait(&self) {
-        let is_held = self.is_held.lock().expect("no panics under the lock");
-        drop(self.changed.wait_while(is_held, |is_held| *is_held).expect("no panics under the lock"));
+        let state = self.state.lock().expect("no panics under the lock");
+        let must_wait = |state: &mut HeldState| state.is_held || state.waiting >= state.limit;
+        drop(self.changed.wait_while(state, must_wait).expect("no panics under the lock"));
     }
 }
 
@@ -546,7 +621,10 @@ fn read_control(mut stream: &TcpStream, teller: &Teller, held: &Held) {
     loop {
         held.wait();
         match read() {
-            Ok(bytes) => teller.tell(News::Control(bytes)),
+            Ok(bytes) => {
+                held.add(bytes.len() + MESSAGE_OVERHEAD);
+                teller.tell(News::Control(bytes));
+            }
             Err(e) => return teller.tell(News::ControlEnded(cause_of(&e))),
         }
     }
@@ -717,5 +795,70 @@ mod tests {
         // Far more than the system keeps for a peer that reads nothing.
         let refused = (0..10_000).find_map(|_| send_frame(&control, &message).err());
         assert!(matches!(refused, Some(LinkError::Silent)), "{refused:?}");
+    }
+
+    fn pair() -> (TcpLink, TcpLink) {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let addr = listener.local_addr().unwrap();
+        let (credentials, token) = (Credentials::Secret([5; 32]), [6; 16]);
+        let open = || thruway_fabric::iwarp::Config::default().open().unwrap();
+        std::thread::scope(|scope| {
+            let caller = scope.spawn(|| {
+                let call = Call { addr, credentials: &credentials, token, early: None };
+                TcpLink::connect(open(), &call).unwrap().0
+            });
+            let (stream, _) = listener.accept().unwrap();
+            greet(&stream, &[]).unwrap();
+            let accepted = TcpLink::accept(open(), stream, &credentials, token).unwrap().0;
+            (accepted, caller.join().unwrap())
+        })
+    }
+
+    /// A peer talks while its session is being joined, or is over.
+    #[test]
+    fn messages_that_nobody_takes_stay_in_the_socket() {
+        let (mut link, mut peer) = pair();
+        peer.control.set_write_timeout(Some(Duration::from_millis(200))).unwrap();
+        let sent = std::thread::spawn(move || {
+            let message = |n| Control::Abort(AbortCode::Failed, format!("{n} {}", "x".repeat(4000)));
+            // Far more than the system keeps.
+            let refused = (0..100_000).find(|n| peer.send(&message(*n)).is_err());
+            (refused, peer)
+        });
+        while !sent.is_finished() {
+            link.turn(Duration::from_millis(10)).unwrap();
+        }
+        let (refused, peer) = sent.join().unwrap();
+        let refused = refused.expect("the peer has to wait");
+        let waiting = link.held.state.lock().unwrap().waiting;
+        assert!(waiting < WAITING_BEFORE + FRAME_MAX + MESSAGE_OVERHEAD, "{waiting} bytes");
+        // In the session they are taken, in their order.
+        link.begin();
+        let mut heard = 0;
+        while heard < refused {
+            for event in link.poll(Duration::from_secs(10)).unwrap() {
+                let LinkEvent::Control(Control::Abort(_, text)) = event else { panic!("another event") };
+                assert_eq!(text.split(' ').next(), Some(&*heard.to_string()));
+                heard += 1;
+            }
+        }
+        drop(peer);
+        link.close(true);
+    }
+
+    #[test]
+    fn a_link_that_closes_keeps_nothing_of_what_is_said() {
+        let (link, mut peer) = pair();
+        let talking = std::thread::spawn(move || {
+            let message = Control::Abort(AbortCode::Failed, "x".repeat(4000));
+            while peer.send(&message).is_ok() && peer.ended.is_none() {
+                let _ = peer.turn(Duration::ZERO);
+            }
+        });
+        let held = Arc::clone(&link.held);
+        link.close(true);
+        let waiting = held.state.lock().unwrap().waiting;
+        assert!(waiting <= WAITING_BEFORE + FRAME_MAX + MESSAGE_OVERHEAD, "{waiting} bytes");
+        talking.join().unwrap();
     }
 }
