@@ -118,7 +118,7 @@ pub struct Target {
     pub replace: bool,
     /// Links in the root directory are resolved beneath it only.
     pub confined: bool,
-    /// The source has the right to see names in the root directory, so leftovers of other jobs are reported to it.
+    /// The source has the right to read what is in the root directory. Leftovers of other jobs are reported to it.
     pub listed: bool,
 }
 
@@ -216,6 +216,7 @@ pub fn run(
         delete: clears_directories(options),
         trust: target.trust,
         replace: target.replace,
+        readable: target.listed,
         confined: target.confined,
         named: target.named.clone(),
     };

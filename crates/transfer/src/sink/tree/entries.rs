@@ -105,6 +105,12 @@ impl Tree {
         Ok(ours.len() >= OURS_MAX || ours.contains(&identity.hash_on(&stat)))
     }
 
+    /// Whether this job has put the entry in place. False for entries beyond [`OURS_MAX`].
+    fn is_made(&self, place: &Place) -> io::Result<bool> {
+        let (identity, stat) = Identity::of(&place.dir, &place.name)?;
+        Ok(self.ours.lock().expect("no panics under the lock").contains(&identity.hash_on(&stat)))
+    }
+
     /// Whether what has this name may make way: not if it came with this very copy, under a name that is
     /// another one to the source and the same to this file system.
     pub(super) fn is_of_this_copy(&self, place: &Place) -> io::Result<()> {
@@ -194,13 +200,19 @@ impl Tree {
         Ok(self.apply_unopened(&place.dir, &place.name, kind, meta))
     }
 
-    /// Gives an existing file another name, replacing what is there.
+    /// Gives a file another name, replacing what is there. Files that this job has not put in place are linked only for sources that
+    /// may read and replace them: another name can be one for which a key has more rights.
     pub(crate) fn link(&self, path: &[u8], target: &[u8]) -> io::Result<()> {
         let (from, to) = (self.find(target)?, self.place(path)?);
         let of = |place: &Place| Identity::of(&place.dir, &place.name).map(|(identity, stat)| identity.hash_on(&stat));
         // Moving one name of a file over another does nothing, and is not to be taken for more.
         if of(&to).is_ok_and(|there| of(&from).is_ok_and(|target| target == there)) {
             return Ok(());
+        }
+        if !(self.manner.replace && self.manner.readable || self.is_made(&from)?) {
+            let why =
+                "a hard link to a file that this copy has not put there requires the rights to read and to replace";
+            return Err(io::Error::new(io::ErrorKind::PermissionDenied, why));
         }
         let linked = rustix::fs::statat(&from.dir, &from.name, AtFlags::SYMLINK_NOFOLLOW)?;
         let special = !FileType::from_raw_mode(linked.st_mode).is_file();

@@ -39,6 +39,8 @@ pub(crate) struct Manner {
     pub(crate) delete: bool,
     /// What is there may be replaced.
     pub(crate) replace: bool,
+    /// The source has the right to read what is there.
+    pub(crate) readable: bool,
     /// Links in the root directory are resolved beneath it only.
     pub(crate) confined: bool,
     /// Names in the root directory that the command itself has; `None`: all of them. Others are entries of a tree.

@@ -5,7 +5,7 @@ use std::path::Path;
 use thruway_fs::remove::NEVER;
 
 fn tree_with(dir: &Path, preserve: bool, delete: bool, trust: Trust) -> Tree {
-    let manner = Manner { preserve, delete, replace: true, confined: false, named: None, trust };
+    let manner = Manner { preserve, delete, replace: true, readable: true, confined: false, named: None, trust };
     Tree::new(Arc::new(fs::File::open(dir).unwrap().into()), manner, None, HashSet::new())
 }
 
@@ -337,8 +337,15 @@ fn links_to_devices_are_refused_only_if_the_command_may_name_them() {
             symlink("/dev/null", dir.path().join(link)).unwrap();
         }
         let root = Arc::new(fs::File::open(dir.path()).unwrap().into());
-        let manner =
-            Manner { preserve: true, delete: false, replace: true, confined: false, named, trust: Trust::Operator };
+        let manner = Manner {
+            preserve: true,
+            delete: false,
+            replace: true,
+            readable: true,
+            confined: false,
+            named,
+            trust: Trust::Operator,
+        };
         let tree = Tree::new(root, manner, None, HashSet::new());
         assert_eq!(tree.make_directory(b"link", &Meta::default()).is_err(), is_refused);
         assert!(tree.make_directory(b"d/link", &Meta::default()).is_ok());
@@ -359,8 +366,15 @@ fn directories_of_an_interrupted_session_get_their_attributes_from_the_next() {
         let root: Arc<OwnedFd> = Arc::new(fs::File::open(dir.path()).unwrap().into());
         let session = || {
             let (journal, mut earlier) = Journal::open(&root, &[1; 16]).unwrap();
-            let manner =
-                Manner { preserve, delete: false, replace: true, confined: false, named: None, trust: Trust::Operator };
+            let manner = Manner {
+                preserve,
+                delete: false,
+                replace: true,
+                readable: true,
+                confined: false,
+                named: None,
+                trust: Trust::Operator,
+            };
             let mut tree = Tree::new(Arc::clone(&root), manner, Some(Arc::new(journal)), earlier.take_directories());
             tree.umask = umask;
             tree
@@ -413,4 +427,25 @@ fn a_file_does_not_take_the_place_of_a_directory_that_was_made_for_another_file(
     let identity = file(dir.path(), "temp", 0o644);
     let error = tree.put_in_place(b"", &tree.find(b"d").unwrap(), c"temp", identity).unwrap_err();
     assert!(error.to_string().contains("another entry of this copy"), "{error}");
+}
+
+/// A key with the right to create files could otherwise read and change others under a name for which it has more rights.
+#[test]
+fn a_source_without_rights_links_only_to_files_of_its_own_job() {
+    for (replace, readable) in [(false, false), (true, false), (false, true), (true, true)] {
+        let dir = tempfile::tempdir().unwrap();
+        file(dir.path(), "secret", 0o600);
+        let root = Arc::new(fs::File::open(dir.path()).unwrap().into());
+        let trust = Trust::Peer;
+        let manner = Manner { preserve: true, delete: false, replace, readable, confined: true, named: None, trust };
+        let tree = Tree::new(root, manner, None, HashSet::new());
+        let linked = tree.link(b"link", b"secret");
+        assert_eq!(linked.is_ok(), replace && readable, "{linked:?}");
+        assert_eq!(dir.path().join("link").exists(), linked.is_ok());
+        let identity = file(dir.path(), "temp", 0o644);
+        tree.put_in_place(b"", &tree.find(b"own").unwrap(), c"temp", identity).unwrap();
+        tree.link(b"second", b"own").unwrap();
+        tree.link(b"third", b"second").unwrap();
+        assert_eq!(fs::metadata(dir.path().join("third")).unwrap().nlink(), 3);
+    }
 }
