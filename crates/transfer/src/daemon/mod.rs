@@ -49,6 +49,9 @@ pub struct Export {
 /// Name of the export that is always there: `zero` to read from, `null` to write to.
 pub const DEV_EXPORT: &str = "dev";
 
+/// Bytes of a block from which on a session has fewer blocks, so that its pool does not grow with their length.
+const LONG_BLOCK: usize = 4 << 20;
+
 /// Most connections over plain TCP during their greeting, before new ones evict older ones. Less if the limit of open files is low.
 const GREETINGS_MAX: usize = 512;
 /// Age from which such a connection may be evicted.
@@ -603,7 +606,10 @@ impl Session<'_> {
                 break (block_len, count);
             }
         };
-        let blocks = blocks_for(link.round_trip(), block_len, config.blocks.clamp(4, 1024));
+        let depth = config.blocks.clamp(4, 1024);
+        // The peer chooses the length of a block.
+        let fewest = depth.min(depth * LONG_BLOCK / block_len as usize).max(4);
+        let blocks = blocks_for(link.round_trip(), block_len, fewest);
         let stages = self.shared.pipelines.pick();
         stages.bind_current_thread();
         let pipeline = stages.with_pool(blocks, block_len as usize, link.is_long());
