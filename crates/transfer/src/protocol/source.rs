@@ -45,6 +45,8 @@ pub(crate) struct Source<B> {
     blocks: Option<u32>,
     announced: bool,
     sent: Seen,
+    /// Offers made.
+    offered: u32,
     /// Number of the next verdict.
     verdict: u32,
 }
@@ -61,6 +63,7 @@ impl<B> Source<B> {
             blocks: None,
             announced: false,
             sent: Seen::default(),
+            offered: 0,
             verdict: 0,
         }
     }
@@ -78,6 +81,11 @@ impl<B> Source<B> {
         self.sent.insert(header.sequence);
         self.loaded.extend(self.early.remove(&header.sequence).unwrap_or_default());
         Some((block, header))
+    }
+
+    /// Another batch of files is offered.
+    pub(crate) fn offered(&mut self) {
+        self.offered = self.offered.wrapping_add(1);
     }
 
     /// There will be this many blocks in all.
@@ -135,7 +143,7 @@ impl<B> Source<B> {
                 Ok(Heard::Nothing)
             }
             Control::Verdict { batch, answers } => {
-                if batch != self.verdict {
+                if batch != self.verdict || self.verdict == self.offered {
                     return Err(Violation::Unexpected("verdict"));
                 }
                 self.verdict = self.verdict.wrapping_add(1);
@@ -146,5 +154,25 @@ impl<B> Source<B> {
             Control::DataSetReply(summary) if self.announced => Ok(Heard::Done(summary)),
             _ => Err(Violation::Unexpected("control message")),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_verdict_answers_an_offer() {
+        let verdict = |batch| Control::Verdict { batch, answers: Vec::new() };
+        let mut source: Source<()> = Source::new(1, true);
+        assert!(source.take(verdict(0)).is_err(), "nothing was offered");
+        source.offered();
+        source.offered();
+        for batch in [1, u32::MAX] {
+            assert!(source.take(verdict(batch)).is_err(), "answers come in the order of the offers");
+        }
+        assert!(matches!(source.take(verdict(0)), Ok(Heard::Verdict(_))));
+        assert!(source.take(verdict(1)).is_ok());
+        assert!(source.take(verdict(2)).is_err(), "all have been answered");
     }
 }

@@ -313,7 +313,10 @@ impl Source<'_> {
                 Ok(SessionEvent::FileEnd { file, blocks, status }) => {
                     self.link.send(&Control::FileEnd { file, blocks, status })?;
                 }
-                Ok(SessionEvent::Offer { batch, entries }) => self.link.send(&Control::Offer { batch, entries })?,
+                Ok(SessionEvent::Offer { batch, entries }) => {
+                    self.core.offered();
+                    self.link.send(&Control::Offer { batch, entries })?;
+                }
                 Ok(SessionEvent::Report(report)) => {
                     (self.on_report)(&report);
                     self.link.send(&Control::Report(report))?;

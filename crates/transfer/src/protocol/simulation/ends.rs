@@ -111,6 +111,7 @@ impl SourceEnd {
             self.offers.push(entry, file);
             if rng.u64(..3) == 0 || self.walk == self.files.len() {
                 let (batch, entries) = self.offers.send().unwrap();
+                self.core.offered();
                 net.say_to_sink(&Control::Offer { batch, entries });
             }
             return;
