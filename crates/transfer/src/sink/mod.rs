@@ -659,7 +659,7 @@ impl Sink<'_> {
         if self.failed > self.unsupported && self.files.journal.is_some() {
             let name = journal::name_of(&self.files.job);
             let message = format!(
-                "the same command retries entries with temporary errors; until it succeeds, the journal {} stays in the destination",
+                "the journal {} stays in the destination until the same command succeeds ('thruway clean' removes it)",
                 name.to_string_lossy()
             );
             rest.push(Report { path: Vec::new(), ..report(ReportKind::LeftOut, message) });
