@@ -15,13 +15,16 @@ mod iser;
 mod nbd_server;
 
 use client::{Nbd, READ};
-use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::io::{self, Read, Write};
+use std::net::TcpStream;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, mpsc};
 use thruway_block::backend::MemoryBackend;
 use thruway_block::iscsi::{self, target};
 use thruway_block::scsi::Unit;
 use thruway_block::{Export, Served};
 use thruway_engine::Reactors;
+use thruway_server::slices::{UNIT_BYTES, counted};
 
 const TARGET: &str = "iqn.2026-11.org.thruway:d";
 const REACTORS: usize = 2;
@@ -49,6 +52,133 @@ fn disk() -> Arc<Export> {
 fn targets() -> Arc<target::Targets> {
     let units = vec![Arc::new(Unit::new(disk(), 512))];
     Arc::new(target::Targets::new(vec![target::Target { name: TARGET.into(), units }], None, Vec::new()))
+}
+
+fn iscsi_server(reactors: &Reactors) -> (iscsi::Server, String) {
+    let config = iscsi::Config {
+        listen: vec!["127.0.0.1:0".parse().unwrap()],
+        targets: targets(),
+        own_user_only: true,
+        connections_max: CONNECTIONS,
+    };
+    let server = iscsi::Server::start(config, reactors).unwrap();
+    let portal = server.addresses()[0].to_string();
+    (server, portal)
+}
+
+/// Units of work that the tasks of all reactors have counted for hosts.
+fn counted_by(reactors: &Reactors) -> u64 {
+    let (send, receive) = mpsc::channel();
+    for reactor in reactors.handles() {
+        let send = send.clone();
+        reactor.spawn(move || async move { send.send(counted()).unwrap() });
+    }
+    drop(send);
+    receive.iter().sum()
+}
+
+/// An NBD negotiation after the flags.
+fn negotiation(address: &str) -> io::Result<TcpStream> {
+    let mut stream = TcpStream::connect(address)?;
+    stream.set_nodelay(true)?;
+    stream.read_exact(&mut [0; 18])?;
+    stream.write_all(&3u32.to_be_bytes())?;
+    Ok(stream)
+}
+
+/// An unknown option of so many bytes.
+fn option(len: usize) -> Vec<u8> {
+    let header = [&b"IHAVEOPT"[..], &99u32.to_be_bytes(), &(len as u32).to_be_bytes()].concat();
+    [header, vec![0; len]].concat()
+}
+
+/// Receives the reply to an option; false if the server has closed the connection.
+fn has_option_reply(stream: &mut TcpStream) -> bool {
+    let mut header = [0; 20];
+    let len = |header: [u8; 20]| u32::from_be_bytes(header[16..].try_into().unwrap());
+    stream.read_exact(&mut header).and_then(|()| stream.read_exact(&mut vec![0; len(header) as usize])).is_ok()
+}
+
+/// A login request that announces more text.
+fn login_request(text: &[u8]) -> Vec<u8> {
+    let mut pdu = vec![0; 48];
+    (pdu[0], pdu[1]) = (0x43, 0x44);
+    pdu[4..8].copy_from_slice(&(text.len() as u32).to_be_bytes());
+    [&pdu, text].concat()
+}
+
+/// Repeats a flood on new connections until `stop` is set.
+fn again_and_again(stop: &AtomicBool, connect: impl Fn() -> io::Result<TcpStream>, what: &[u8], reads: bool) {
+    while !stop.load(Ordering::Relaxed) {
+        // Others of this host may have taken the place of the connection.
+        let Ok(stream) = connect() else { continue };
+        flood::send_again_and_again(stream, what, reads, stop);
+    }
+}
+
+#[test]
+fn floods_by_negotiations_do_not_keep_others_from_being_served() {
+    let reactors = Reactors::start(Some(REACTORS)).unwrap();
+    let (_server, address) = nbd_server::serve(disk(), &reactors);
+    let (_iscsi, portal) = iscsi_server(&reactors);
+    let floods = [
+        ("options", true, option(0)),
+        ("options with data", true, option(60_000)),
+        ("options that are too long", true, option(1 << 20)),
+        ("options whose replies are not taken", false, option(0)),
+    ];
+    let connect = || Nbd::connect(&address, "d").unwrap();
+    let call = |client: &mut Nbd| assert!(client.ask((0, READ), 4096, 512, &[]).unwrap().is_some());
+    for (name, reads, what) in &floods {
+        let flood = |stop: &AtomicBool| again_and_again(stop, || negotiation(&address), what, *reads);
+        flood::serves_others_during(name, FLOODS, flood, connect, call);
+    }
+    for (name, text) in [("logins", &[][..]), ("logins with text", &[b'a'; 8192])] {
+        let what = login_request(text);
+        let flood = |stop: &AtomicBool| again_and_again(stop, || TcpStream::connect(&portal), &what, true);
+        flood::serves_others_during(name, FLOODS, flood, connect, call);
+    }
+}
+
+/// Each reply follows the counting of its request.
+#[test]
+fn negotiations_count_as_work_of_their_host() {
+    let reactors = Reactors::start(Some(REACTORS)).unwrap();
+    let (_server, address) = nbd_server::serve(disk(), &reactors);
+    let mut stream = negotiation(&address).unwrap();
+    for len in [0, 1, 60_000, 64 << 10, (64 << 10) + 1, 1 << 20] {
+        for _ in 0..20 {
+            let before = counted_by(&reactors);
+            stream.write_all(&option(len)).unwrap();
+            assert!(has_option_reply(&mut stream));
+            let units = counted_by(&reactors) - before;
+            assert!(units > (len / UNIT_BYTES) as u64, "an option of {len} bytes counts as {units}");
+        }
+    }
+    let (_iscsi, portal) = iscsi_server(&reactors);
+    let mut stream = TcpStream::connect(&portal).unwrap();
+    for len in [0, 4, 4096, 8192] {
+        let before = counted_by(&reactors);
+        stream.write_all(&login_request(&vec![b'a'; len])).unwrap();
+        let mut answer = [0; 48];
+        stream.read_exact(&mut answer).unwrap();
+        assert_eq!((answer[0], &answer[36..38]), (0x23, &[0, 0][..]), "{answer:?}");
+        let units = counted_by(&reactors) - before;
+        assert!(units > (len / UNIT_BYTES) as u64, "a login request with {len} bytes counts as {units}");
+    }
+}
+
+#[test]
+fn a_negotiation_of_options_that_are_too_long_ends_as_any_other() {
+    let reactors = Reactors::start(Some(1)).unwrap();
+    let (_server, address) = nbd_server::serve(disk(), &reactors);
+    for len in [0, (64 << 10) + 1] {
+        let mut stream = negotiation(&address).unwrap();
+        let what = option(len);
+        let replies =
+            (0..2000).take_while(|_| stream.write_all(&what).is_ok() && has_option_reply(&mut stream)).count();
+        assert_eq!(replies, 1024, "to options of {len} bytes");
+    }
 }
 
 #[test]
@@ -82,14 +212,7 @@ fn floods_by_nbd_do_not_keep_others_from_being_served() {
 #[test]
 fn floods_by_iscsi_do_not_keep_others_from_being_served() {
     let reactors = Reactors::start(Some(REACTORS)).unwrap();
-    let config = iscsi::Config {
-        listen: vec!["127.0.0.1:0".parse().unwrap()],
-        targets: targets(),
-        own_user_only: true,
-        connections_max: CONNECTIONS,
-    };
-    let server = iscsi::Server::start(config, &reactors).unwrap();
-    let portal = server.addresses()[0].to_string();
+    let (_server, portal) = iscsi_server(&reactors);
     let log_in = || initiator::Initiator::log_in(&portal, TARGET, initiator::next_isid());
     let pdu = |bytes: &[(usize, u8)]| {
         let mut pdu = vec![0; 48];

@@ -35,14 +35,27 @@ pub fn largest_turn() -> Turn {
 const UNITS_AT_ONCE: usize = 8;
 
 /// Budget of one connection.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Budget {
     turn: Turn,
+    /// Units of work that are counted for the host at once.
+    units_at_once: usize,
     /// Work that does not count for the host yet, in bytes; a message counts as [`slices::UNIT_BYTES`].
     uncounted: usize,
 }
 
+impl Default for Budget {
+    fn default() -> Budget {
+        Budget { turn: Turn::default(), units_at_once: UNITS_AT_ONCE, uncounted: 0 }
+    }
+}
+
 impl Budget {
+    /// Counts each unit by itself: a peer can end every connection before its handshake is over, and with it what has not been counted.
+    pub(crate) fn of_handshake() -> Budget {
+        Budget { units_at_once: 1, ..Budget::default() }
+    }
+
     /// Begins to receive a message. If the budget or the slice of the host is spent, first waits for other tasks. Cancel safe.
     pub async fn begin_message(&mut self) {
         if self.turn.messages >= MESSAGES_MAX {
@@ -64,10 +77,10 @@ impl Budget {
         BYTES_MAX - self.turn.bytes
     }
 
-    /// Counts work for the host.
-    async fn count(&mut self) {
+    /// Counts work for the host; waits while the slice of the host is spent.
+    pub(crate) async fn count(&mut self) {
         let units = self.uncounted / slices::UNIT_BYTES;
-        if units >= UNITS_AT_ONCE {
+        if units >= self.units_at_once {
             self.uncounted %= slices::UNIT_BYTES;
             slices::begin(units).await;
         }

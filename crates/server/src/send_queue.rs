@@ -120,7 +120,7 @@ mod tests {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         runtime.block_on(async {
             let (ours, _theirs) = tokio::net::UnixStream::pair().unwrap();
-            let (_reader, writer) = Stream::Plain(Plain::Unix(ours)).split().unwrap();
+            let (_reader, writer) = Stream::plain(Plain::Unix(ours)).split().unwrap();
             let queue = SendQueue::default();
             let body = Body::Bytes(vec![0; 16 << 20]);
             queue.push(Message { header: SmallVec::new(), body, trailer: SmallVec::new() });

@@ -40,6 +40,8 @@ struct Rounds {
     is_running: bool,
     /// Hosts in the table after the last removal.
     kept: usize,
+    /// Units of work of all hosts since the reactor started.
+    counted: u64,
 }
 
 #[derive(Default)]
@@ -84,6 +86,7 @@ impl Rounds {
 
     /// Counts work of a host, or returns a wait for its next slice.
     fn spend(&mut self, host: Origin, work: Work, units: usize) -> Option<oneshot::Receiver<()>> {
+        self.counted += units as u64;
         let entry = self.host(host);
         if entry.spent < SLICE && (work == Work::Continued || entry.waiting.is_empty()) {
             entry.spent += units;
@@ -139,6 +142,11 @@ pub async fn spend(units: usize) {
 /// As [`spend`], for this host.
 pub async fn spend_for(host: Option<Origin>, units: usize) {
     spend_as(host, Work::Continued, units).await;
+}
+
+/// Units of work that the tasks of this reactor have counted for hosts since it started.
+pub fn counted() -> u64 {
+    ROUNDS.with_borrow(|rounds| rounds.counted)
 }
 
 async fn spend_as(host: Option<Origin>, work: Work, units: usize) {

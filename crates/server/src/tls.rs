@@ -4,11 +4,12 @@ use crate::{Plain, slices};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, RwLock};
-use tokio_rustls::LazyConfigAcceptor;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio_rustls::StartHandshake;
 use tokio_rustls::rustls::ServerConfig;
 use tokio_rustls::rustls::pki_types::pem::PemObject;
 use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer};
-use tokio_rustls::rustls::server::{Acceptor, WebPkiClientVerifier};
+use tokio_rustls::rustls::server::{Accepted, Acceptor, WebPkiClientVerifier};
 use tokio_rustls::rustls::{RootCertStore, crypto};
 use tokio_rustls::server::TlsStream;
 
@@ -51,15 +52,15 @@ impl TlsServer {
     }
 
     /// Makes a TLS connection. The answer to a client's first message takes about a millisecond of the reactor, so it counts as a slice
-    /// of the peer's host.
+    /// of the peer's host. Each read of that message counts as a unit.
     ///
     /// # Errors
     /// The system's and those of TLS.
-    pub async fn accept(&self, plain: Plain) -> io::Result<TlsStream<Plain>> {
-        let hello = LazyConfigAcceptor::new(Acceptor::default(), plain).await?;
+    pub async fn accept(&self, mut plain: Plain) -> io::Result<TlsStream<Plain>> {
+        let hello = read_hello(&mut plain).await?;
         slices::begin(slices::SLICE).await;
         let config = Arc::clone(&self.current.read().expect("no panics under the lock"));
-        hello.into_stream(config).await
+        StartHandshake::from_parts(hello, plain).into_stream(config).await
     }
 
     /// Reads the certificates again, for connections from now on.
@@ -70,6 +71,37 @@ impl TlsServer {
         let read = server(&self.files)?;
         *self.current.write().expect("no panics under the lock") = read;
         Ok(())
+    }
+}
+
+/// Reads a client's first message. A message that is no beginning of TLS is answered with an alert.
+async fn read_hello(plain: &mut Plain) -> io::Result<Accepted> {
+    let mut acceptor = Acceptor::default();
+    let mut buffer = [0; slices::UNIT_BYTES];
+    loop {
+        slices::begin(1).await;
+        let len = plain.read(&mut buffer).await?;
+        if len == 0 {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        let mut received = &buffer[..len];
+        while !received.is_empty() {
+            if acceptor.read_tls(&mut received)? == 0 {
+                return Err(io::ErrorKind::InvalidData.into());
+            }
+            match acceptor.accept() {
+                // The rest follows the first message.
+                Ok(Some(_)) if !received.is_empty() => return Err(io::ErrorKind::InvalidData.into()),
+                Ok(Some(hello)) => return Ok(hello),
+                Ok(None) => {}
+                Err((error, mut alert)) => {
+                    let mut message = Vec::new();
+                    alert.write_all(&mut message)?;
+                    let _ = plain.write_all(&message).await;
+                    return Err(io::Error::new(io::ErrorKind::InvalidData, error));
+                }
+            }
+        }
     }
 }
 

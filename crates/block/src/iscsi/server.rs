@@ -113,7 +113,7 @@ impl Server {
 impl Shared {
     async fn serve(&self, socket: Socket, permit: &Arc<Permit>) -> io::Result<()> {
         let (peer, portal) = (socket.peer(), socket.local());
-        let mut stream = Stream::Plain(socket.open()?);
+        let mut stream = Stream::plain(socket.open()?);
         let Some(logged_in) = permit.handshake(LOGIN_TIMEOUT, self.log_in(&mut stream)).await? else { return Ok(()) };
         let session = Arc::clone(&logged_in.session);
         let parts = self.parts(&peer, portal, logged_in, permit);

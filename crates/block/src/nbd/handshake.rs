@@ -102,8 +102,8 @@ impl Handshake {
     }
 
     /// The answer to an option whose data is too long to be read.
-    pub fn too_long(number: u32) -> Next {
-        if number == option::EXPORT_NAME {
+    pub fn too_long(&mut self, number: u32) -> Next {
+        if self.is_one_too_many() || number == option::EXPORT_NAME {
             return Next::Close(Vec::new());
         }
         Next::Reply(option_reply(number, reply::ERR_TOO_BIG, b"the option is too long"))
@@ -119,8 +119,7 @@ impl Handshake {
 
     /// The answer to an option.
     pub fn option(&mut self, number: u32, data: &[u8]) -> Next {
-        self.options += 1;
-        if self.options > OPTIONS_MAX {
+        if self.is_one_too_many() {
             return Next::Close(Vec::new());
         }
         let insecure = self.tls == Tls::Required && !self.encrypted;
@@ -137,6 +136,12 @@ impl Handshake {
             option::LIST_META_CONTEXT | option::SET_META_CONTEXT => self.contexts(number, data),
             _ => refuse(number, reply::ERR_UNSUP, "not an option of this server"),
         }
+    }
+
+    /// Counts an option.
+    fn is_one_too_many(&mut self) -> bool {
+        self.options += 1;
+        self.options > OPTIONS_MAX
     }
 
     /// The exports that this client may use; of others it is not told.

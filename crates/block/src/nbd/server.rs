@@ -12,6 +12,8 @@ use thruway_server::{Acceptor, Address, ListenError, Permit, Plain, Socket, Stre
 
 /// Time for a client's handshake.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(30);
+/// Bytes of an option that are skipped; a client that sends a longer one is disconnected.
+const SKIP_MAX: u32 = 16 << 20;
 
 /// Configuration of a server.
 pub struct Config {
@@ -91,7 +93,7 @@ impl Service {
 
     /// Negotiates; `None` if the client closes or aborts in an orderly way.
     async fn negotiate(&self, stream: Plain) -> io::Result<Option<(Stream, Agreement)>> {
-        let mut stream = Stream::Plain(stream);
+        let mut stream = Stream::plain(stream);
         stream.write_all(&greeting()).await?;
         let mut flags = [0; 4];
         if stream.read_exact(&mut flags).await.is_err() {
@@ -109,8 +111,11 @@ impl Service {
             let (number, len) =
                 Handshake::header(&header).ok_or_else(|| invalid("an option without its magic number"))?;
             let next = if len > OPTION_LEN_MAX {
-                discard(&mut stream, len).await?;
-                Handshake::too_long(number)
+                if len > SKIP_MAX {
+                    return Err(invalid("option exceeds the limit"));
+                }
+                stream.skip(len as usize).await?;
+                handshake.too_long(number)
             } else {
                 let mut data = vec![0; len as usize];
                 stream.read_exact(&mut data).await?;
@@ -128,12 +133,12 @@ impl Service {
                 }
                 Next::StartTls(reply) => {
                     stream.write_all(&reply).await?;
-                    let (Some(tls), Stream::Plain(plain)) = (&self.tls, stream) else {
+                    let (Some(tls), Some(plain)) = (&self.tls, stream.into_plain()) else {
                         return Err(invalid("TLS within TLS"));
                     };
                     let encrypted = tls.accept(plain).await?;
                     handshake.encrypted(thruway_server::tls::names(&encrypted));
-                    stream = Stream::Tls(Box::new(encrypted));
+                    stream = Stream::tls(encrypted);
                 }
             }
         }
@@ -142,20 +147,4 @@ impl Service {
 
 fn invalid(what: &str) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, what)
-}
-
-/// Reads over the data of an option that is too long, within reason.
-async fn discard(stream: &mut Stream, len: u32) -> io::Result<()> {
-    const REASON: u32 = 16 << 20;
-    if len > REASON {
-        return Err(invalid("option exceeds the limit"));
-    }
-    let mut left = len as usize;
-    let mut buffer = [0; 4096];
-    while left > 0 {
-        let part = left.min(buffer.len());
-        stream.read_exact(&mut buffer[..part]).await?;
-        left -= part;
-    }
-    Ok(())
 }

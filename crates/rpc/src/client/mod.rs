@@ -188,7 +188,7 @@ impl Client {
     /// # Errors
     /// The system's.
     pub fn over(stream: Plain, timeout: Duration) -> io::Result<Client> {
-        let (mut reader, writer) = Stream::Plain(stream).split()?;
+        let (mut reader, writer) = Stream::plain(stream).split()?;
         let shared = Shared::new(Link::Stream(SendQueue::default()), timeout);
         let sender = Rc::clone(&shared);
         tokio::task::spawn_local(async move {

@@ -15,7 +15,7 @@ use std::time::Duration;
 use thruway_engine::{Reactors, reactor};
 use thruway_server::tls::TlsServer;
 use thruway_server::{
-    Acceptor, Address, Buffers, ListenError, Permit, Plain, Reader, SendQueue, Socket, Stream, Writer, panics, slices,
+    Acceptor, Address, Buffers, ListenError, Permit, Plain, Reader, SendQueue, Socket, Stream, Writer, panics,
 };
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, watch};
 
@@ -116,9 +116,9 @@ impl Service {
             _ = closing.wait_for(|closing| *closing) => return Ok(()),
         };
         let Some((stream, first)) = begun else { return Ok(()) };
-        let (transport, names) = match &stream {
-            Stream::Plain(_) => (Transport::Tcp, Vec::new()),
-            Stream::Tls(stream) => (Transport::Tls, thruway_server::tls::names(stream)),
+        let (transport, names) = match stream.as_tls() {
+            None => (Transport::Tcp, Vec::new()),
+            Some(stream) => (Transport::Tls, thruway_server::tls::names(stream)),
         };
         let (reader, writer) = stream.split()?;
         let lacks_tls = self.tls_required && transport == Transport::Tcp;
@@ -152,7 +152,7 @@ impl Service {
 
     /// Takes the first call, which decides whether there is TLS. `None` if the client closes or is sent away.
     async fn begin(&self, stream: Plain) -> io::Result<Option<(Stream, Vec<u8>)>> {
-        let mut stream = Stream::Plain(stream);
+        let mut stream = Stream::plain(stream);
         let Some(first) = first_call(&mut stream).await? else { return Ok(None) };
         let refused_with = |refusal| refused(xid_of(&first), refusal);
         if !is_start_tls(&first) {
@@ -166,8 +166,8 @@ impl Service {
         let mut reply = Encoder::new();
         encode_success(xid_of(&first), STARTTLS, &mut reply);
         send(&mut stream, reply).await?;
-        let Stream::Plain(plain) = stream else { unreachable!("it has just been one") };
-        let mut stream = Stream::Tls(Box::new(tls.accept(plain).await?));
+        let plain = stream.into_plain().expect("TLS has not begun");
+        let mut stream = Stream::tls(tls.accept(plain).await?);
         Ok(first_call(&mut stream).await?.map(|call| (stream, call)))
     }
 }
@@ -206,7 +206,6 @@ impl Fragments {
 async fn first_call(stream: &mut Stream) -> io::Result<Option<Vec<u8>>> {
     let (mut record, mut fragments) = (Vec::new(), Fragments::default());
     for _ in 0..FIRST_FRAGMENTS_MAX {
-        slices::begin(1).await;
         let mut marker = [0; MARKER_LEN];
         match stream.read_exact(&mut marker).await {
             Err(e) if e.kind() == io::ErrorKind::UnexpectedEof && record.is_empty() => return Ok(None),
