@@ -51,7 +51,7 @@ impl Default for Budget {
 }
 
 impl Budget {
-    /// Counts each unit by itself: a peer can end every connection before its handshake is over, and with it what has not been counted.
+    /// Budget of a handshake. It counts each unit at once: a peer could close each connection before a batch is full.
     pub(crate) fn of_handshake() -> Budget {
         Budget { units_at_once: 1, ..Budget::default() }
     }

@@ -131,7 +131,7 @@ impl Stream {
     /// # Errors
     /// As [`Stream::read_exact`].
     pub async fn skip(&mut self, mut len: usize) -> io::Result<()> {
-        let mut buffer = [0; slices::UNIT_BYTES];
+        let mut buffer = vec![0; len.min(slices::UNIT_BYTES)];
         while len > 0 {
             let part = len.min(buffer.len());
             self.read_exact(&mut buffer[..part]).await?;

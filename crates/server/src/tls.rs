@@ -77,7 +77,8 @@ impl TlsServer {
 /// Reads a client's first message. A message that is no beginning of TLS is answered with an alert.
 async fn read_hello(plain: &mut Plain) -> io::Result<Accepted> {
     let mut acceptor = Acceptor::default();
-    let mut buffer = [0; slices::UNIT_BYTES];
+    // On the heap: every connection has the memory of this future for as long as it lasts.
+    let mut buffer = vec![0; slices::UNIT_BYTES];
     loop {
         slices::begin(1).await;
         let len = plain.read(&mut buffer).await?;
