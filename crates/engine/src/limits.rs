@@ -1,6 +1,13 @@
 //! What the system lets one process have.
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Listeners of this process, each of one protocol.
+static LISTENERS: AtomicU64 = AtomicU64::new(1);
+
+/// Divisor of the limit on open files: a quarter is for connections, the rest for files and pipes.
+const CONNECTIONS: u64 = 4;
 
 /// Raises the number of files this process may have open to the most it is allowed: a server has
 /// several for every session. Best effort.
@@ -34,4 +41,15 @@ pub fn remedy(error: &str) -> Option<&'static str> {
 /// One in so many of the files that this process may have open.
 pub fn share_of_open_files(of: u64) -> usize {
     usize::try_from(open_files() / of).unwrap_or(usize::MAX)
+}
+
+/// Sets the number of listeners of this process, each of one protocol. The caller sets it before they start.
+pub fn set_listeners(count: usize) {
+    LISTENERS.store(count.max(1) as u64, Ordering::Relaxed);
+}
+
+/// Returns a fraction, `1 / of`, of the descriptors that one listener may use for connections, at least 1. All listeners together
+/// may use a quarter of the limit on open files, so that descriptors remain for files.
+pub fn share_of_listener(of: u64) -> usize {
+    share_of_open_files(CONNECTIONS * LISTENERS.load(Ordering::Relaxed) * of).max(1)
 }

@@ -17,6 +17,34 @@ use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 use tokio::sync::watch;
 
+/// Kind of connection, which determines its number of descriptors.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ConnectionKind {
+    /// TCP or a Unix socket.
+    Plain,
+    /// The same with TLS.
+    Tls,
+    /// RDMA.
+    Rdma,
+}
+
+impl ConnectionKind {
+    /// The kind with TLS if there is a configuration of it.
+    pub fn with_tls<T>(tls: Option<&T>) -> ConnectionKind {
+        if tls.is_some() { ConnectionKind::Tls } else { ConnectionKind::Plain }
+    }
+
+    /// Maximum connections of one listener under the limit on open files.
+    pub fn connections_max(self) -> usize {
+        limits::share_of_listener(match self {
+            ConnectionKind::Plain => 1,
+            ConnectionKind::Tls => 2,
+            // A connection has up to six descriptors. Connections in set-up use a quarter of the share.
+            ConnectionKind::Rdma => 8,
+        })
+    }
+}
+
 /// Decides which connections of a protocol are served, and ends them in an orderly way.
 pub struct Acceptor {
     limit: Arc<ConnectionLimit>,
@@ -25,11 +53,16 @@ pub struct Acceptor {
 }
 
 impl Acceptor {
-    /// Serves at most `connections_max` connections at a time. With `own_user_only`, connections over the loopback
-    /// interface are served only if they come from root or from the user that this process runs as.
-    pub fn new(protocol: &'static str, connections_max: usize, own_user_only: bool) -> Arc<Acceptor> {
+    /// Serves at most `connections_max` connections at a time, and at most [`ConnectionKind::connections_max`]. With `own_user_only`,
+    /// connections over the loopback interface are served only if they come from root or from the user that this process runs as.
+    pub fn new(
+        protocol: &'static str,
+        kind: ConnectionKind,
+        connections_max: usize,
+        own_user_only: bool,
+    ) -> Arc<Acceptor> {
         Arc::new(Acceptor {
-            limit: ConnectionLimit::new(protocol, connections_max),
+            limit: ConnectionLimit::new(protocol, connections_max.min(kind.connections_max())),
             own_user_only,
             closing: watch::Sender::new(false),
         })
@@ -90,7 +123,7 @@ impl Acceptor {
         for &address in addresses {
             let device = provider.open()?;
             // Connections in set-up must leave descriptors for those of other listeners.
-            let max_pending = limits::share_of_open_files(8 * addresses.len() as u64);
+            let max_pending = limits::share_of_listener(4 * addresses.len() as u64);
             let max_pending = max_pending.clamp(16, ListenOptions::default().max_pending);
             let listener = device.listen(address, &ListenOptions { max_pending, ..ListenOptions::default() })?;
             let local = listener.local_addr();

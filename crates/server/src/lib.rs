@@ -40,7 +40,7 @@ pub mod tls;
 pub mod turns;
 pub mod writer;
 
-pub use acceptor::Acceptor;
+pub use acceptor::{Acceptor, ConnectionKind};
 pub use budget::Budget;
 pub use buffers::Buffers;
 pub use connection_limit::Permit;

@@ -13,7 +13,7 @@ use thruway_fabric::{
 };
 use thruway_server::Buffers;
 use thruway_server::rdma::{Channel, Options};
-use thruway_server::{Acceptor, Address};
+use thruway_server::{Acceptor, Address, ConnectionKind};
 
 const MESSAGE_MAX: usize = 512;
 /// Only reached if something hangs.
@@ -95,7 +95,7 @@ fn serve<F>(
 where
     F: Future<Output = ()> + 'static,
 {
-    let acceptor = Acceptor::new("echo", 4, false);
+    let acceptor = Acceptor::new("echo", ConnectionKind::Rdma, 4, false);
     let provider = Provider::Iwarp(Config::default());
     let at = "127.0.0.1:0".parse().unwrap();
     let addresses = acceptor

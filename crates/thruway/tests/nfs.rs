@@ -3,7 +3,8 @@
 mod support;
 
 use std::fs;
-use std::process::Command;
+use std::io::{BufRead, BufReader};
+use std::process::{Command, Stdio};
 use support::disks::{Disks, certificates, ok, run, text};
 use support::{Lab, THRUWAY};
 
@@ -267,6 +268,62 @@ while open_files() > files:
 assert Connection().call(100003, 3, 0) == words(0, 0, 0, 0)
 "#;
     ok("/usr/bin/python3", &["-c", &format!("{CLIENT}{script}"), &daemon.at("nfs"), &pid]);
+    daemon.stop();
+}
+
+#[test]
+fn silent_connections_leave_descriptors_to_other_listeners_and_to_files() {
+    let lab = Lab::new();
+    let (state, dir, log) = (lab.path("state"), lab.path("dir"), lab.path("log"));
+    fs::create_dir(&dir).unwrap();
+    let mut limited = Command::new("prlimit");
+    limited.args(["--nofile=256:256", THRUWAY]).stderr(fs::File::create(&log).unwrap());
+    let share = format!("m={},squash=none", text(&dir));
+    let disks = ["--block", "d=mem:1M", "--nbd", "127.0.0.1:0", "--iscsi", "127.0.0.1:0"];
+    let nfs = ["--share", &share, "--nfs", "127.0.0.1:0", "--state", text(&state), "--listen", "127.0.0.1:0"];
+    let daemon = Disks::serve_by(&mut limited, &[&disks[..], &nfs].concat());
+    let warning = fs::read_to_string(&log).unwrap();
+    assert_eq!(warning.matches("--max-connections 1024").count(), 1, "{warning}");
+    assert!(warning.contains("16 of NBD, 16 of iSCSI, 16 of NFS") && warning.contains("ulimit -n"), "{warning}");
+    let script = r#"
+first = Connection()
+root = first.call(*MOUNT)[20:]
+handle = root[:4 + (struct.unpack(">I", root[:4])[0] + 3) // 4 * 4]
+silent = []
+def connect_again_and_again(protocol):
+    host, port = pki.split(",")[protocol].rsplit(":", 1)
+    for _ in range(400):
+        stream = socket.create_connection((host, int(port)))
+        stream.settimeout(60)
+        # The greeting of NBD shows that the daemon has accepted the connection.
+        assert protocol > 0 or stream.recv(18)
+        silent.append(stream)
+def open_files(connection, name):
+    for n in range(40):
+        made = connection.call(100003, 3, 8, handle + opaque(b"%s%d" % (name, n)) + words(0, 1, 0o644, 0, 0, 0, 0, 0))
+        assert made[16:20] == words(0), made
+        file = made[24:24 + 4 + (struct.unpack(">I", made[24:28])[0] + 3) // 4 * 4]
+        written = connection.call(100003, 3, 7, file + words(0, 0, 4, 2) + opaque(b"data"))
+        assert written[16:20] == words(0), written
+for protocol in range(3):
+    connect_again_and_again(protocol)
+    open_files(first, b"first%d-" % protocol)
+    open_files(Connection(), b"new%d-" % protocol)
+print("held", flush=True)
+sys.stdin.read()
+"#;
+    let others = [daemon.at("nbd"), daemon.at("iscsi"), daemon.at("listening")].join(",");
+    let mut client = Command::new("/usr/bin/python3");
+    client.args(["-c", &format!("{CLIENT}{script}"), &daemon.at("nfs"), &others]);
+    let mut client = client.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+    let mut held = String::new();
+    BufReader::new(client.stdout.take().unwrap()).read_line(&mut held).unwrap();
+    assert_eq!(held, "held\n");
+    ok("timeout", &["60", "nbdinfo", &daemon.nbd("d")]);
+    ok("timeout", &["60", "iscsi-ls", &format!("iscsi://{}", daemon.at("iscsi"))]);
+    ok("timeout", &["60", THRUWAY, "ls", &format!("tw://{}/", daemon.at("listening"))]);
+    drop(client.stdin.take());
+    assert!(client.wait().unwrap().success());
     daemon.stop();
 }
 

@@ -22,7 +22,7 @@ use std::time::Duration;
 use thruway_engine::Reactors;
 use thruway_fabric::{ConnectionRequest, Provider, RemoteAddr};
 use thruway_server::rdma::{Channel, Messages, Options};
-use thruway_server::{Acceptor, Address, Body, Permit};
+use thruway_server::{Acceptor, Address, Body, ConnectionKind, Permit};
 
 /// Bytes of the header in front of a PDU (RFC 7145 9.2; Linux's form of it, with virtual addresses).
 const HEADER: usize = 28;
@@ -137,7 +137,7 @@ impl Server {
     pub fn start(config: Config, reactors: &Reactors) -> thruway_fabric::Result<Server> {
         // The user behind a connection through an RDMA device is not known.
         let own_user_only = config.own_user_only && config.provider.is_in_user_space();
-        let acceptor = Acceptor::new("iSER", config.connections_max, own_user_only);
+        let acceptor = Acceptor::new("iSER", ConnectionKind::Rdma, config.connections_max, own_user_only);
         let shared = Shared { targets: config.targets, acceptor: Arc::clone(&acceptor) };
         let service = Arc::new(Service { provider: config.provider.clone(), shared });
         let addresses = acceptor.listen_rdma(&config.listen, &config.provider, reactors, move |request, permit| {

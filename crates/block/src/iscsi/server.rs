@@ -9,7 +9,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 use thruway_engine::Reactors;
-use thruway_server::{Acceptor, Address, ListenError, Permit, Socket, Stream};
+use thruway_server::{Acceptor, Address, ConnectionKind, ListenError, Permit, Socket, Stream};
 
 /// Time for an initiator's login.
 pub(super) const LOGIN_TIMEOUT: Duration = Duration::from_secs(30);
@@ -78,7 +78,7 @@ impl Server {
     /// # Errors
     /// [`ListenError`] for the first address that cannot be listened on.
     pub fn start(config: Config, reactors: &Reactors) -> Result<Server, ListenError> {
-        let acceptor = Acceptor::new("iSCSI", config.connections_max, config.own_user_only);
+        let acceptor = Acceptor::new("iSCSI", ConnectionKind::Plain, config.connections_max, config.own_user_only);
         let shared = Arc::new(Shared { targets: config.targets, acceptor: Arc::clone(&acceptor) });
         let serve = move |socket, permit: Arc<Permit>| {
             let shared = Arc::clone(&shared);

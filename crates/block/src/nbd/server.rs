@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use thruway_engine::Reactors;
 use thruway_server::tls::TlsServer;
-use thruway_server::{Acceptor, Address, ListenError, Permit, Plain, Socket, Stream};
+use thruway_server::{Acceptor, Address, ConnectionKind, ListenError, Permit, Plain, Socket, Stream};
 
 /// Time for a client's handshake.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(30);
@@ -47,7 +47,8 @@ impl Server {
     /// # Errors
     /// [`ListenError`] for the first address that cannot be listened on.
     pub fn start(config: Config, reactors: &Reactors) -> Result<Server, ListenError> {
-        let acceptor = Acceptor::new("NBD", config.connections_max, config.own_user_only);
+        let kind = ConnectionKind::with_tls(config.tls.as_ref());
+        let acceptor = Acceptor::new("NBD", kind, config.connections_max, config.own_user_only);
         let service = Arc::new(Service { exports: config.exports, tls: config.tls, acceptor: Arc::clone(&acceptor) });
         let serve = move |socket, permit: Arc<Permit>| {
             let service = Arc::clone(&service);

@@ -21,7 +21,7 @@ use std::time::Duration;
 use thruway_engine::{Reactors, Segment};
 use thruway_fabric::{ConnectionRequest, Provider};
 use thruway_server::rdma::{Channel, Exposed, Exposures, Messages, Options, Registration};
-use thruway_server::{Acceptor, Body, Buffers, Permit, panics, slices};
+use thruway_server::{Acceptor, Body, Buffers, ConnectionKind, Permit, panics, slices};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 
 /// Calls of a client in progress at a time, which is what it is granted: as many as Linux's client asks for.
@@ -93,7 +93,7 @@ impl Server {
     /// For the first address that cannot be listened on: there may be no RDMA device for it.
     pub fn start_rdma(config: RdmaConfig, reactors: &Reactors) -> thruway_fabric::Result<Server> {
         let own_user_only = config.own_user_only && config.provider.is_in_user_space();
-        let acceptor = Acceptor::new(config.protocol, config.connections_max, own_user_only);
+        let acceptor = Acceptor::new(config.protocol, ConnectionKind::Rdma, config.connections_max, own_user_only);
         let service = Arc::new(Service {
             programs: config.programs,
             design: config.design,

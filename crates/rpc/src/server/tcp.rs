@@ -15,7 +15,8 @@ use std::time::Duration;
 use thruway_engine::{Reactors, reactor};
 use thruway_server::tls::TlsServer;
 use thruway_server::{
-    Acceptor, Address, Buffers, ListenError, Permit, Plain, Reader, SendQueue, Socket, Stream, Writer, panics,
+    Acceptor, Address, Buffers, ConnectionKind, ListenError, Permit, Plain, Reader, SendQueue, Socket, Stream, Writer,
+    panics,
 };
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, watch};
 
@@ -69,7 +70,8 @@ impl Server {
     /// # Errors
     /// [`ListenError`] for the first address that cannot be listened on.
     pub fn start(config: Config, reactors: &Reactors) -> Result<Server, ListenError> {
-        let acceptor = Acceptor::new(config.protocol, config.connections_max, config.own_user_only);
+        let kind = ConnectionKind::with_tls(config.tls.as_ref());
+        let acceptor = Acceptor::new(config.protocol, kind, config.connections_max, config.own_user_only);
         let service = Arc::new(Service {
             programs: config.programs,
             tls: config.tls,

@@ -16,9 +16,9 @@ use thruway_block::{Backend, Export, iscsi, nbd};
 use thruway_engine::Reactors;
 use thruway_engine::topology::usable_nodes;
 use thruway_fabric::Provider;
-use thruway_server::Address;
 use thruway_server::service::{Announcement, Service};
 use thruway_server::tls::TlsServer;
+use thruway_server::{Address, ConnectionKind};
 
 /// Above these options in the help.
 pub(super) const HEADING: &str = "Block service";
@@ -63,7 +63,7 @@ pub(super) struct BlockArgs {
     /// and which NFS clients had files open [default: /var/lib/thruway for root, ~/.local/state/thruway for others]
     #[arg(long, value_name = "DIR", help_heading = None)]
     state: Option<PathBuf>,
-    /// Maximum concurrent connections of each protocol of disks and shares
+    /// Maximum concurrent connections of each protocol of disks and shares; fewer if the limit on open files is low
     #[arg(long, value_name = "N", help_heading = None, default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..))]
     pub max_connections: u32,
     /// Number of threads of the block service [default: one for each core]
@@ -194,6 +194,20 @@ impl BlockArgs {
         let files = files.into_iter().filter_map(|(option, error)| Some((option.into(), error?)));
         let targets = if self.has_initiators() { self.check_targets() } else { Ok(()) };
         disks.chain(files).chain(targets.err().map(|error| (String::new(), error))).collect()
+    }
+
+    /// The protocols that are served, and the kinds of their connections.
+    pub(super) fn listeners(&self) -> Vec<(&'static str, ConnectionKind)> {
+        if self.block.is_empty() {
+            return Vec::new();
+        }
+        let nbd = !self.nbd.is_empty() || (self.iscsi.is_empty() && self.iser.is_empty());
+        let all = [
+            (nbd, "NBD", ConnectionKind::with_tls(self.tls_cert.as_ref())),
+            (!self.iscsi.is_empty(), "iSCSI", ConnectionKind::Plain),
+            (!self.iser.is_empty(), "iSER", ConnectionKind::Rdma),
+        ];
+        all.into_iter().filter(|(is_served, ..)| *is_served).map(|(_, name, kind)| (name, kind)).collect()
     }
 
     /// NBD, if it is asked for or nothing else is.

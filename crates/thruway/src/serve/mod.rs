@@ -21,6 +21,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{LazyLock, mpsc};
 use thruway_block::scsi::Lasting;
 use thruway_cli::{Common, Failed};
+use thruway_engine::limits;
 use thruway_fabric::{Provider, iwarp, shm, verbs};
 use thruway_server::Address;
 use thruway_server::service::{Announcement, Service};
@@ -277,10 +278,11 @@ fn with_config(path: &Path) -> Result<ServeArgs, Mistakes> {
 }
 
 fn serve(args: &ServeArgs, common: &Common) -> Result<(), String> {
-    thruway_engine::limits::raise_open_files();
+    limits::raise_open_files();
     let signals = Signals::new([SIGHUP, SIGINT, SIGTERM, SIGUSR1]).map_err(|e| e.to_string())?;
     // A handled SIGXFSZ does not end the daemon: a write beyond the limit on the size of files fails with EFBIG.
     signal_hook::flag::register(SIGXFSZ, std::sync::Arc::default()).map_err(|e| e.to_string())?;
+    divide_open_files(args);
     prepare_state(args);
     // Made when there is none, or only read: no affair of a daemon that serves already.
     let credentials = wants_transfer(args).then(|| transfer::credentials(args)).transpose()?;
@@ -311,6 +313,24 @@ fn serve(args: &ServeArgs, common: &Common) -> Result<(), String> {
     // No session has begun yet; disks are open, and clients of theirs name nothing that would be opened.
     become_user(args)?;
     supervise(services, signals, args, common)
+}
+
+/// Divides the files that this process may have open among its listeners. Warns if there are too few for `--max-connections`.
+fn divide_open_files(args: &ServeArgs) {
+    let listeners: Vec<_> = args.block.listeners().into_iter().chain(args.nfs.listeners()).collect();
+    let others = [wants_transfer(args), args.nfs.is_rpcbind()].map(usize::from);
+    limits::set_listeners(listeners.len() + others.iter().sum::<usize>());
+    let wanted = args.block.max_connections as usize;
+    let most = listeners.iter().map(|(protocol, kind)| (protocol, kind.connections_max()));
+    let too_few: Vec<_> = most.filter(|(_, most)| *most < wanted).map(|(p, most)| format!("{most} of {p}")).collect();
+    if !too_few.is_empty() {
+        tracing::warn!(
+            "the limit of {} open files allows fewer connections than --max-connections {wanted}: {}; \
+             raise it with ulimit -n, or LimitNOFILE= of systemd",
+            limits::open_files(),
+            too_few.join(", ")
+        );
+    }
 }
 
 /// What happens to a daemon.

@@ -234,7 +234,7 @@ impl Daemon {
         let device = config.fabric.open()?;
         let mut listeners = Vec::new();
         // RFTP over plain TCP comes to the same port.
-        let max_pending = limits::share_of_open_files(4).clamp(16, ListenOptions::default().max_pending);
+        let max_pending = limits::share_of_listener(4).clamp(16, ListenOptions::default().max_pending);
         let options = ListenOptions { accept_foreign: true, max_pending, ..ListenOptions::default() };
         for &addr in &config.listen {
             if !addr.ip().to_canonical().is_loopback() && config.anonymous {
@@ -245,7 +245,7 @@ impl Daemon {
         let authorized = RwLock::new(std::mem::take(&mut config.authorized));
         let shared = Arc::new(Shared {
             authorized,
-            greetings: Greetings::new(limits::share_of_open_files(8).clamp(4, GREETINGS_MAX), GREETING_GRACE),
+            greetings: Greetings::new(limits::share_of_listener(8).clamp(4, GREETINGS_MAX), GREETING_GRACE),
             handshakes: Admission::new(handshake_limits(), waker(&device)),
             config,
             pipelines,
@@ -713,7 +713,7 @@ fn waker(device: &Device) -> impl Fn() + Send + Sync + 'static {
 const PATIENCE: Duration = Duration::from_secs(8);
 
 fn handshake_limits() -> Limits {
-    let share = limits::share_of_open_files;
+    let share = limits::share_of_listener;
     let all = share(2 * HANDSHAKE_DESCRIPTORS).clamp(4, HANDSHAKES_MAX);
     Limits {
         all,

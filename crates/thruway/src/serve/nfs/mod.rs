@@ -31,9 +31,9 @@ use thruway_nfs::share::Shares;
 use thruway_nfs::v3::Nfs3;
 use thruway_nfs::v4::{self, Nfs4};
 use thruway_rpc::server::{Config, Design, Program, Programs, RdmaConfig, Server};
-use thruway_server::Address;
 use thruway_server::service::{Announcement, Service};
 use thruway_server::tls::TlsServer;
+use thruway_server::{Address, ConnectionKind};
 
 /// Above these options in the help.
 pub(super) const HEADING: &str = "File service";
@@ -127,6 +127,25 @@ fn hold(state: &Path) -> std::io::Result<Option<File>> {
 }
 
 impl NfsArgs {
+    /// The protocols that are served, and the kinds of their connections; without rpcbind.
+    pub(super) fn listeners(&self) -> Vec<(&'static str, ConnectionKind)> {
+        if self.share.is_empty() {
+            return Vec::new();
+        }
+        let tcp = self.has_tcp().then(|| ("NFS", ConnectionKind::with_tls(self.nfs_tls_cert.as_ref())));
+        tcp.into_iter().chain((!self.nfs_rdma.is_empty()).then_some(("NFS/RDMA", ConnectionKind::Rdma))).collect()
+    }
+
+    /// Over TCP, if it is asked for or nothing else is.
+    fn has_tcp(&self) -> bool {
+        !self.nfs.is_empty() || self.nfs_rdma.is_empty()
+    }
+
+    /// The daemon is the rpcbind of this host.
+    pub(super) fn is_rpcbind(&self) -> bool {
+        !self.share.is_empty() && self.nfs_rpcbind == RpcbindMode::Own
+    }
+
     /// Refuses what would be without effect, and what would serve everybody without having been asked to.
     pub(super) fn check(&self, anonymous: bool, user: bool) -> Result<(), String> {
         if self.share.is_empty() {
@@ -143,7 +162,7 @@ impl NfsArgs {
         if user {
             return Err("--user cannot be used with --share: only root can act as the users of clients".into());
         }
-        let has_tcp = !self.nfs.is_empty() || self.nfs_rdma.is_empty();
+        let has_tcp = self.has_tcp();
         if self.nfs_tls_cert.is_some() && !has_tcp {
             return Err("--nfs-tls-cert requires NFS over TCP (--nfs ADDR:PORT)".into());
         }
