@@ -22,6 +22,8 @@ use thruway_server::{Address, ConnectionKind};
 
 /// Above these options in the help.
 pub(super) const HEADING: &str = "Block service";
+/// Default of `--max-connections`.
+pub(super) const MAX_CONNECTIONS: u32 = 1024;
 
 /// Arguments of the block service.
 #[derive(Args)]
@@ -64,7 +66,7 @@ pub(super) struct BlockArgs {
     #[arg(long, value_name = "DIR", help_heading = None)]
     state: Option<PathBuf>,
     /// Maximum concurrent connections of each protocol of disks and shares; fewer if the limit on open files is low
-    #[arg(long, value_name = "N", help_heading = None, default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "N", help_heading = None, default_value_t = MAX_CONNECTIONS, value_parser = clap::value_parser!(u32).range(1..))]
     pub max_connections: u32,
     /// Number of threads of the block service [default: one for each core]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]

@@ -315,7 +315,7 @@ fn serve(args: &ServeArgs, common: &Common) -> Result<(), String> {
     supervise(services, signals, args, common)
 }
 
-/// Divides the files that this process may have open among its listeners. Warns if there are too few for `--max-connections`.
+/// Divides the files that this process may have open among its listeners. Logs if there are too few for `--max-connections`.
 fn divide_open_files(args: &ServeArgs) {
     let listeners: Vec<_> = args.block.listeners().into_iter().chain(args.nfs.listeners()).collect();
     let others = [wants_transfer(args), args.nfs.is_rpcbind()].map(usize::from);
@@ -323,14 +323,16 @@ fn divide_open_files(args: &ServeArgs) {
     let wanted = args.block.max_connections as usize;
     let most = listeners.iter().map(|(protocol, kind)| (protocol, kind.connections_max()));
     let too_few: Vec<_> = most.filter(|(_, most)| *most < wanted).map(|(p, most)| format!("{most} of {p}")).collect();
-    if !too_few.is_empty() {
-        tracing::warn!(
-            "the limit of {} open files allows fewer connections than --max-connections {wanted}: {}; \
-             raise it with ulimit -n, or LimitNOFILE= of systemd",
-            limits::open_files(),
-            too_few.join(", ")
-        );
+    if too_few.is_empty() {
+        return;
     }
+    let (files, too_few) = (limits::open_files(), too_few.join(", "));
+    let why = format!(
+        "the limit of {files} open files allows fewer connections than --max-connections {wanted}: {too_few}; \
+         raise it with ulimit -n, or LimitNOFILE= of systemd"
+    );
+    // Nobody has asked for the default.
+    if args.block.max_connections == block::MAX_CONNECTIONS { tracing::info!("{why}") } else { tracing::warn!("{why}") }
 }
 
 /// What happens to a daemon.
