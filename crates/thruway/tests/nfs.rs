@@ -279,11 +279,11 @@ fn silent_connections_leave_descriptors_to_other_listeners_and_to_files() {
     let mut limited = Command::new("prlimit");
     limited.args(["--nofile=256:256", THRUWAY]).stderr(fs::File::create(&log).unwrap());
     let share = format!("m={},squash=none", text(&dir));
-    let disks = ["--block", "d=mem:1M", "--nbd", "127.0.0.1:0", "--iscsi", "127.0.0.1:0"];
+    let disks = ["--block", "d=mem:1M", "--nbd", "127.0.0.1:0", "--iscsi", "127.0.0.1:0", "--max-connections", "1000"];
     let nfs = ["--share", &share, "--nfs", "127.0.0.1:0", "--state", text(&state), "--listen", "127.0.0.1:0"];
     let daemon = Disks::serve_by(&mut limited, &[&disks[..], &nfs].concat());
     let warning = fs::read_to_string(&log).unwrap();
-    assert_eq!(warning.matches("--max-connections 1024").count(), 1, "{warning}");
+    assert_eq!(warning.matches("--max-connections 1000").count(), 1, "{warning}");
     assert!(warning.contains("16 of NBD, 16 of iSCSI, 16 of NFS") && warning.contains("ulimit -n"), "{warning}");
     let script = r#"
 first = Connection()
