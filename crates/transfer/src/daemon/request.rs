@@ -8,6 +8,7 @@ use crate::source::{Root, this_machine};
 use crate::wire::{self, AbortCode, Destination, Direction, ListEntry, SessionRequest};
 use rustix::fs::{AtFlags, Mode, OFlags};
 use rustix::io::Errno;
+use std::collections::HashMap;
 use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
@@ -118,14 +119,25 @@ pub(super) fn open(shared: &Shared, asked: &SessionRequest, principal: &Principa
             open_push(export, asked, job, allowed)
         }
         Direction::Pull => {
-            let root_of = |s: &wire::SourceSpec| {
+            // One descriptor for the sources in one place of the key.
+            let mut bases: HashMap<&[u8], Arc<OwnedFd>> = HashMap::new();
+            let mut roots = Vec::new();
+            for s in &asked.sources {
                 let Allowed { base, .. } = allowed(&s.path, Rights::READ, "read")?;
-                let (base, rest) = base_of(export, &s.path, base)?;
+                let path = &s.path[..];
+                let (base, rest) = match bases.get(&path[..base]) {
+                    Some(known) => (Arc::clone(known), path[base..].strip_prefix(b"/").unwrap_or(&path[base..])),
+                    None => {
+                        let opened = base_of(export, path, base)?;
+                        bases.insert(&path[..base], Arc::clone(&opened.0));
+                        opened
+                    }
+                };
                 let path = Path::new(std::ffi::OsStr::from_bytes(rest)).to_path_buf();
                 let (confined, is_top) = (!export.unconfined, export.is_top && s.path.len() == rest.len());
-                Ok(Root { beneath: Some(base), confined, is_top, path, name: s.name.clone() })
-            };
-            asked.sources.iter().map(root_of).collect::<Result<_, Refusal>>().map(Work::Pull)
+                roots.push(Root { beneath: Some(base), confined, is_top, path, name: s.name.clone() });
+            }
+            Ok(Work::Pull(roots))
         }
         Direction::List => {
             let Allowed { base, .. } = allowed(&asked.path, Rights::READ, "read")?;
@@ -142,7 +154,15 @@ fn base_of<'a>(export: &Served, path: &'a [u8], base: usize) -> Result<(Arc<Owne
     }
     let (below, rest) = path.split_at(base);
     let failed = |e| (AbortCode::Refused, format!("{}: {}", export.shown(below), sentence(e)));
-    let opened = export.open_dir(&export.root, below).map_err(failed)?;
+    // Through no link: who may create entries above the place could make it one.
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let opened = match beneath::open(&export.root, below, flags, beneath::Links::Never) {
+        Err(Errno::LOOP) => {
+            let why = format!("{}: a symbolic link is on the way to the place of the key", export.shown(below));
+            return refuse(why);
+        }
+        other => other.map_err(failed)?,
+    };
     Ok((Arc::new(opened), rest.strip_prefix(b"/").unwrap_or(rest)))
 }
 
