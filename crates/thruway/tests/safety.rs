@@ -793,6 +793,29 @@ fn a_link_to_a_device_pipe_or_socket_is_refused_as_the_destination() {
 }
 
 #[test]
+fn a_directory_does_not_replace_a_file_that_the_command_names() {
+    let lab = Lab::new();
+    let (source, target) = (lab.mkdir("source"), lab.mkdir("target"));
+    write(source.join("x"), "1");
+    let (daemon, from) = (lab.serve(&target), lab.serve(&source));
+    write(target.join("f"), "precious");
+    symlink("f", target.join("link")).unwrap();
+    for name in ["f", "link"] {
+        let here = target.join(name);
+        for list in [
+            args(&[&"-r", &source, &here]),
+            args(&[&"-ru", &source, &here]),
+            args(&[&"-r", &"--delete", &source, &daemon.url(&format!("e/{name}"))]),
+            args(&[&"-r", &from.url("e/"), &here]),
+        ] {
+            let out = thruway(lab.dir.path()).args(["cp", "--json"]).args(&list).output().unwrap();
+            assert_eq!(out.status.code(), Some(1), "{list:?} {}", stderr(&out));
+            assert_eq!(fs::read_to_string(&here).unwrap(), "precious", "{list:?}");
+        }
+    }
+}
+
+#[test]
 fn a_served_disk_is_neither_replaced_nor_removed() {
     let lab = Lab::new();
     let (served, source, none) = (lab.mkdir("served"), lab.mkdir("source"), lab.mkdir("none"));

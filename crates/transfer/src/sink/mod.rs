@@ -219,6 +219,10 @@ pub fn run(
         readable: target.listed,
         confined: target.confined,
         named: target.named.clone(),
+        destination: match target.names.as_deref() {
+            Some([only]) if !only.is_empty() => Some(only.clone()),
+            _ => None,
+        },
     };
     let tree_root = Arc::clone(&root);
     let tree = Arc::new(Tree::new(root, manner, journal.clone(), earlier.take_directories()));

@@ -45,6 +45,8 @@ pub(crate) struct Manner {
     pub(crate) confined: bool,
     /// Names in the root directory that the command itself has; `None`: all of them. Others are entries of a tree.
     pub(crate) named: Option<Vec<Vec<u8>>>,
+    /// Name in the root directory of the destination itself, if that is not the root directory.
+    pub(crate) destination: Option<Vec<u8>>,
     pub(crate) trust: Trust,
 }
 
@@ -57,7 +59,7 @@ pub(crate) struct Tree {
     volumes: Volumes,
     changed: Mutex<Changed>,
     /// Directories made for entries in them before their own records were taken. Until then only their owner has rights to them.
-    early: Mutex<HashSet<Vec<u8>>>,
+    early: Mutex<Early>,
     /// Directories made by earlier sessions of the job. One is removed when its record is taken.
     made_before: Mutex<HashSet<Key>>,
     /// A directory lacks attributes that a later attempt can give it.
@@ -71,6 +73,28 @@ pub(crate) struct Tree {
     /// What this session has put in place, by hash of its identity.
     ours: Mutex<HashSet<u64>>,
     pub(super) told: Told,
+}
+
+/// Most bytes of paths of directories that a session makes before their records. Of more, only keys are kept: if their records
+/// do not come, they keep the mode 0700.
+const EARLY_BYTES_MAX: usize = 16 << 20;
+
+/// Directories that were made before their records.
+#[derive(Default)]
+struct Early {
+    paths: HashSet<Vec<u8>>,
+    /// Of all paths.
+    bytes: usize,
+}
+
+impl Early {
+    fn remove(&mut self, path: &[u8]) -> bool {
+        let was_there = self.paths.remove(path);
+        if was_there {
+            self.bytes -= path.len();
+        }
+        was_there
+    }
 }
 
 /// Where an entry goes: its directory and its name there.
@@ -121,21 +145,36 @@ impl Tree {
         let ends: Vec<usize> = path.iter().enumerate().filter(|(_, b)| **b == b'/').map(|(at, _)| at).collect();
         let is_there = |end: &usize| !self.open_directory(&path[..*end]).is_err_and(|e| is_missing(&e));
         let there = ends.partition_point(is_there);
+        // Relative to the directory above each: from the root, a deep path would cost the square of its length.
+        let mut dir = self.open_to_write(there.checked_sub(1).map_or(&[], |last| &path[..ends[last]]))?;
         for end in ends[there..].iter().copied().chain([path.len()]) {
-            self.make_early(&path[..end])?;
+            let path = &path[..end];
+            let place = Place { dir, name: CString::new(split(path).1)? };
+            self.make_early(&place, path)?;
+            let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+            dir = match beneath::open(&place.dir, place.name.as_bytes(), flags, Links::Never) {
+                Ok(dir) => {
+                    self.note(path, &dir)?;
+                    Arc::new(dir)
+                }
+                Err(_) => self.open_to_write(path)?,
+            };
         }
-        self.open_to_write(path)
+        Ok(dir)
     }
 
-    /// Makes a directory before its record has been taken.
-    fn make_early(&self, path: &[u8]) -> io::Result<()> {
-        let (parent, name) = split(path);
-        let place = Place { dir: self.open_to_write(parent)?, name: CString::new(name)? };
+    /// Makes a directory whose record has not come.
+    fn make_early(&self, place: &Place, path: &[u8]) -> io::Result<()> {
         let mut early = self.early.lock().expect("no panics under the lock");
-        if self.make_in_place(&place, path, Mode::RWXU)? {
-            early.insert(path.to_vec());
+        if self.make_in_place(place, path, Mode::RWXU)? {
+            if early.bytes + path.len() <= EARLY_BYTES_MAX {
+                early.bytes += path.len();
+                early.paths.insert(path.to_vec());
+            } else {
+                self.made_before.lock().expect("no panics under the lock").insert(key_of(path));
+            }
             self.remember(&place.dir, &place.name);
-            self.change(parent);
+            self.change(split(path).0);
         }
         Ok(())
     }
@@ -161,6 +200,10 @@ impl Tree {
         let _replacing = self.replacing.lock().expect("no panics under the lock");
         match stat() {
             Ok(stat) if FileType::from_raw_mode(stat.st_mode).is_dir() => return Ok(false),
+            Ok(_) if self.manner.destination.as_deref() == Some(path) => {
+                let why = "destination exists and is not a directory; a directory does not replace it";
+                return Err(io::Error::new(io::ErrorKind::AlreadyExists, why));
+            }
             Ok(stat) => self.clear_way(place, &stat, false)?,
             Err(Errno::NOENT) => {}
             Err(e) => return Err(e.into()),
@@ -288,7 +331,7 @@ impl Tree {
     pub(crate) fn finish_early(&self) -> Vec<(Vec<u8>, io::Error)> {
         let early = std::mem::take(&mut *self.early.lock().expect("no panics under the lock"));
         let set = |path: Vec<u8>| self.set_permissions(&path, 0o777 & !self.umask).err().map(|e| (path, e));
-        early.into_iter().filter_map(set).collect()
+        early.paths.into_iter().filter_map(set).collect()
     }
 
     /// Leaves the directories of the job to its next attempt: one of them lacks attributes.

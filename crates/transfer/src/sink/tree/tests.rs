@@ -5,7 +5,16 @@ use std::path::Path;
 use thruway_fs::remove::NEVER;
 
 fn tree_with(dir: &Path, preserve: bool, delete: bool, trust: Trust) -> Tree {
-    let manner = Manner { preserve, delete, replace: true, readable: true, confined: false, named: None, trust };
+    let manner = Manner {
+        preserve,
+        delete,
+        replace: true,
+        readable: true,
+        confined: false,
+        named: None,
+        destination: None,
+        trust,
+    };
     Tree::new(Arc::new(fs::File::open(dir).unwrap().into()), manner, None, HashSet::new())
 }
 
@@ -344,6 +353,7 @@ fn links_to_devices_are_refused_only_if_the_command_may_name_them() {
             readable: true,
             confined: false,
             named,
+            destination: None,
             trust: Trust::Operator,
         };
         let tree = Tree::new(root, manner, None, HashSet::new());
@@ -373,6 +383,7 @@ fn directories_of_an_interrupted_session_get_their_attributes_from_the_next() {
                 readable: true,
                 confined: false,
                 named: None,
+                destination: None,
                 trust: Trust::Operator,
             };
             let mut tree = Tree::new(Arc::clone(&root), manner, Some(Arc::new(journal)), earlier.take_directories());
@@ -437,7 +448,16 @@ fn a_source_without_rights_links_only_to_files_of_its_own_job() {
         file(dir.path(), "secret", 0o600);
         let root = Arc::new(fs::File::open(dir.path()).unwrap().into());
         let trust = Trust::Peer;
-        let manner = Manner { preserve: true, delete: false, replace, readable, confined: true, named: None, trust };
+        let manner = Manner {
+            preserve: true,
+            delete: false,
+            replace,
+            readable,
+            confined: true,
+            named: None,
+            destination: None,
+            trust,
+        };
         let tree = Tree::new(root, manner, None, HashSet::new());
         let linked = tree.link(b"link", b"secret");
         assert_eq!(linked.is_ok(), replace && readable, "{linked:?}");
@@ -448,4 +468,34 @@ fn a_source_without_rights_links_only_to_files_of_its_own_job() {
         tree.link(b"third", b"second").unwrap();
         assert_eq!(fs::metadata(dir.path().join("third")).unwrap().nlink(), 3);
     }
+}
+
+#[test]
+fn a_directory_replaces_entries_below_the_destination_but_not_the_destination() {
+    let dir = tempfile::tempdir().unwrap();
+    for name in ["f", "other"] {
+        fs::write(dir.path().join(name), "precious").unwrap();
+    }
+    symlink("f", dir.path().join("link")).unwrap();
+    let mut tree = tree_with(dir.path(), false, true, Trust::Operator);
+    for name in ["f", "link"] {
+        tree.manner.destination = Some(name.into());
+        let error = tree.make_directory(name.as_bytes(), &Meta::default()).unwrap_err();
+        assert!(error.to_string().contains("not a directory"), "{error}");
+        assert!(tree.place(format!("{name}/file").as_bytes()).is_err(), "before its record");
+        assert_eq!(fs::read_to_string(dir.path().join(name)).unwrap(), "precious");
+    }
+    assert!(tree.make_directory(b"other", &Meta::default()).unwrap());
+}
+
+#[test]
+fn paths_of_directories_without_records_are_kept_up_to_a_limit() {
+    let dir = tempfile::tempdir().unwrap();
+    let tree = tree_with(dir.path(), false, false, Trust::Operator);
+    tree.early.lock().unwrap().bytes = EARLY_BYTES_MAX;
+    let deep = [&b"a/"[..]; 500].concat();
+    tree.place(&[&deep, &b"file"[..]].concat()).unwrap();
+    assert!(tree.early.lock().unwrap().paths.is_empty());
+    assert!(tree.make_directory(b"a", &Meta { mode: 0o040_755, ..Meta::default() }).unwrap(), "made by this job");
+    assert_eq!(mode_of(&dir.path().join("a")) & 0o700, 0o700);
 }
