@@ -250,6 +250,38 @@ fn nothing_leaves_the_export() {
 }
 
 #[test]
+fn a_link_does_not_move_the_place_of_a_key() {
+    let lab = Lab::new();
+    let (served, source) = (lab.mkdir("served"), lab.mkdir("source"));
+    fs::create_dir(served.join("alice")).unwrap();
+    fs::write(served.join("alice/secret"), "secret").unwrap();
+    for link in ["mallory", "bob"] {
+        std::os::unix::fs::symlink("alice", source.join(link)).unwrap();
+    }
+    let key = lab.path("key");
+    assert!(thruway(lab.dir.path()).args(["keygen", "--quiet", "--output"]).arg(&key).status().unwrap().success());
+    let public = fs::read_to_string(key.with_extension("pub")).unwrap().trim().to_string();
+    let allowed = lab.path("authorized");
+    // Neither place is there.
+    let places = ["rw,export=e/mallory", "read,export=e/bob/deep", "create,export=e"];
+    fs::write(&allowed, places.map(|place| format!("{place} {public}\n")).concat()).unwrap();
+    let keys = [OsStr::new("--authorized-keys"), allowed.as_os_str(), OsStr::new("--export")];
+    let daemon = Daemon::start(&[&keys[..], &[&export("e", &served, "")]].concat());
+    let by_key =
+        |from: &dyn AsRef<OsStr>, to: &dyn AsRef<OsStr>| try_cp(&lab, &args(&[&"-r", &"--key", &key, from, to]));
+    let mut contents = source.clone().into_os_string();
+    contents.push("/");
+    assert!(by_key(&contents, &daemon.url("e/")).status.success(), "it may make the links");
+    fs::create_dir(served.join("alice/deep")).unwrap();
+    for path in ["e/mallory/secret", "e/mallory", "e/bob/deep"] {
+        let out = by_key(&daemon.url(path), &lab.path("out"));
+        assert_eq!(out.status.code(), Some(1));
+        assert!(stderr(&out).contains("symbolic link"), "{path}: {}", stderr(&out));
+    }
+    assert!(!lab.path("out").exists());
+}
+
+#[test]
 fn keys_decide_who_may_do_what() {
     let lab = Lab::new();
     let served = lab.mkdir("served");
