@@ -86,7 +86,7 @@ fn negotiation(address: &str) -> io::Result<TcpStream> {
     Ok(stream)
 }
 
-/// An unknown option of so many bytes.
+/// An unknown option with `len` bytes of data.
 fn option(len: usize) -> Vec<u8> {
     let header = [&b"IHAVEOPT"[..], &99u32.to_be_bytes(), &(len as u32).to_be_bytes()].concat();
     [header, vec![0; len]].concat()

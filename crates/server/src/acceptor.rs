@@ -53,7 +53,7 @@ pub struct Acceptor {
 }
 
 impl Acceptor {
-    /// Serves at most `connections_max` connections at a time, and at most [`ConnectionKind::connections_max`]. With `own_user_only`,
+    /// Serves at most `connections_max` concurrent connections, and at most [`ConnectionKind::connections_max`]. With `own_user_only`,
     /// connections over the loopback interface are served only if they come from root or from the user that this process runs as.
     pub fn new(
         protocol: &'static str,

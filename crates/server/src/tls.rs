@@ -74,10 +74,10 @@ impl TlsServer {
     }
 }
 
-/// Reads a client's first message. A message that is no beginning of TLS is answered with an alert.
+/// Reads a client's first message. Answers an invalid message with an alert.
 async fn read_hello(plain: &mut Plain) -> io::Result<Accepted> {
     let mut acceptor = Acceptor::default();
-    // On the heap: every connection has the memory of this future for as long as it lasts.
+    // On the heap: the memory of this future is part of each connection.
     let mut buffer = vec![0; slices::UNIT_BYTES];
     loop {
         slices::begin(1).await;
