@@ -483,7 +483,7 @@ fn request_session(
     request.revocable = link.revocable();
     let is_too_long = |message: &Control| message.encode(0).len() > crate::wire::CONTROL_MAX;
     let mut message = Control::Session(Box::new(request));
-    // A daemon accepts pushes without the names of their sources.
+    // The names of the sources of a push are optional.
     if is_too_long(&message)
         && let Control::Session(request) = &mut message
         && request.direction == Direction::Push

@@ -331,7 +331,7 @@ fn divide_open_files(args: &ServeArgs) {
         "the limit of {files} open files allows fewer connections than --max-connections {wanted}: {too_few}; \
          raise it with ulimit -n, or LimitNOFILE= of systemd"
     );
-    // Nobody has asked for the default.
+    // The user did not ask for the default.
     if args.block.max_connections == block::MAX_CONNECTIONS { tracing::info!("{why}") } else { tracing::warn!("{why}") }
 }
 

@@ -49,7 +49,7 @@ pub struct Export {
 /// Name of the export that is always there: `zero` to read from, `null` to write to.
 pub const DEV_EXPORT: &str = "dev";
 
-/// Bytes of a block from which on a session has fewer blocks, so that its pool does not grow with their length.
+/// Block length in bytes. Sessions with longer blocks have fewer of them, so their pools are not larger.
 const LONG_BLOCK: usize = 4 << 20;
 
 /// Most connections over plain TCP during their greeting, before new ones evict older ones. Less if the limit of open files is low.

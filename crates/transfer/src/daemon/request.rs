@@ -154,9 +154,9 @@ fn base_of<'a>(export: &Served, path: &'a [u8], base: usize) -> Result<(Arc<Owne
     }
     let (below, rest) = path.split_at(base);
     let failed = |e| (AbortCode::Refused, format!("{}: {}", export.shown(below), sentence(e)));
-    // Through no link: who may create entries above the place could make it one.
+    // A client with the right to create entries above the place could make it a link.
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-    let opened = match beneath::open(&export.root, below, flags, beneath::Links::Never) {
+    let opened = match beneath::open(&export.root, below, flags, Links::Never) {
         Err(Errno::LOOP) => {
             let why = format!("{}: a symbolic link is on the way to the place of the key", export.shown(below));
             return refuse(why);
@@ -227,7 +227,7 @@ fn open_push(export: &Served, asked: &SessionRequest, job: [u8; 16], allowed: Al
         job,
         named: match &rename {
             Some(name) => Some(vec![name.clone()]),
-            // A client that does not name its sources may have any of the names.
+            // Older clients do not send the names of their sources.
             None => {
                 Some(asked.sources.iter().map(|s| s.name.clone()).collect()).filter(|names: &Vec<_>| !names.is_empty())
             }

@@ -330,7 +330,7 @@ impl Link {
     pub fn join(&mut self, channels: &Channels, count: u32, role: Role) -> Result<(), LinkError> {
         self.join_first(channels, count, role)?;
         match &self.0 {
-            // Receives bound the messages that wait.
+            // The number of receives limits the messages that wait.
             Inner::Rdma(_) => {}
             Inner::Tcp(link) => link.begin(),
         }

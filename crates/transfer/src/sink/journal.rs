@@ -309,12 +309,12 @@ impl Journal {
         self.state().voided = true;
     }
 
-    /// A directory is about to be made. A later attempt applies the attributes of the source to it, as to one of its own.
+    /// Records a directory before it is made. A later attempt applies the attributes of the source to it.
     pub(crate) fn directory(&self, key: &Key) {
         self.append(&record(DIRECTORY, key, 0, 0, 0, &[0; DIGEST_LEN]));
     }
 
-    /// All directories of this job have their attributes: a later attempt finds them as directories that were there before it.
+    /// Records that all directories of the job have their attributes. A later attempt does not change them again.
     pub(crate) fn settled(&self) {
         self.append(&record(SETTLED, &[0; 16], 0, 0, 0, &[0; DIGEST_LEN]));
     }

@@ -110,7 +110,7 @@ pub struct Target {
     pub job: [u8; 16],
     /// Names that the source may make in the root directory; `None`: any.
     pub names: Option<Vec<Vec<u8>>>,
-    /// Names in the root directory that the command itself has; `None`: any may be one. Other names are of entries of trees.
+    /// Names in the root directory from the command line; `None` if they are not known. Other names are of entries of trees.
     pub named: Option<Vec<Vec<u8>>>,
     /// How far the source is trusted.
     pub trust: Trust,

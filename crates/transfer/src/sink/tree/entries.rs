@@ -101,11 +101,11 @@ impl Tree {
             other => other?,
         };
         let ours = self.ours.lock().expect("no panics under the lock");
-        // Who remembers no more than that knows nothing of the rest.
+        // Entries beyond the limit are not in the set.
         Ok(ours.len() >= OURS_MAX || ours.contains(&identity.hash_on(&stat)))
     }
 
-    /// Whether this job has put the entry in place. False for entries beyond [`OURS_MAX`].
+    /// True for an entry that this job has put in place, if it is one of the first [`OURS_MAX`].
     fn is_made(&self, place: &Place) -> io::Result<bool> {
         let (identity, stat) = Identity::of(&place.dir, &place.name)?;
         Ok(self.ours.lock().expect("no panics under the lock").contains(&identity.hash_on(&stat)))
@@ -114,9 +114,7 @@ impl Tree {
     /// Whether what has this name may make way: not if it came with this very copy, under a name that is
     /// another one to the source and the same to this file system.
     pub(super) fn is_of_this_copy(&self, place: &Place) -> io::Result<()> {
-        let (identity, stat) = Identity::of(&place.dir, &place.name)?;
-        let ours = self.ours.lock().expect("no panics under the lock");
-        if !ours.contains(&identity.hash_on(&stat)) {
+        if !self.is_made(place)? {
             return Ok(());
         }
         let why = "another entry of this copy has this name here (a file system may take names that differ in case \
@@ -200,8 +198,8 @@ impl Tree {
         Ok(self.apply_unopened(&place.dir, &place.name, kind, meta))
     }
 
-    /// Gives a file another name, replacing what is there. Files that this job has not put in place are linked only for sources that
-    /// may read and replace them: another name can be one for which a key has more rights.
+    /// Gives a file another name, and replaces an entry of that name. A link to a file of another job requires the rights to read
+    /// and to replace it: the key of the source can have more rights to the new name.
     pub(crate) fn link(&self, path: &[u8], target: &[u8]) -> io::Result<()> {
         let (from, to) = (self.find(target)?, self.place(path)?);
         let of = |place: &Place| Identity::of(&place.dir, &place.name).map(|(identity, stat)| identity.hash_on(&stat));

@@ -43,7 +43,7 @@ pub(crate) struct Manner {
     pub(crate) readable: bool,
     /// Links in the root directory are resolved beneath it only.
     pub(crate) confined: bool,
-    /// Names in the root directory that the command itself has; `None`: all of them. Others are entries of a tree.
+    /// Names in the root directory from the command line; `None`: all of them. Others are entries of a tree.
     pub(crate) named: Option<Vec<Vec<u8>>>,
     /// Name in the root directory of the destination itself, if that is not the root directory.
     pub(crate) destination: Option<Vec<u8>>,
@@ -75,8 +75,8 @@ pub(crate) struct Tree {
     pub(super) told: Told,
 }
 
-/// Most bytes of paths of directories that a session makes before their records. Of more, only keys are kept: if their records
-/// do not come, they keep the mode 0700.
+/// Most bytes of paths of directories that a session makes before their records. For further directories it keeps keys: without a
+/// record, they keep the mode 0700.
 const EARLY_BYTES_MAX: usize = 16 << 20;
 
 /// Directories that were made before their records.

@@ -336,7 +336,7 @@ fn a_directory_that_was_made_for_its_first_file_counts_as_made() {
     assert!(tree.place(b"device/file").is_err() && device.symlink_metadata().unwrap().is_symlink());
 }
 
-/// The names of a push are not known, so links to devices are refused at the top of the tree. Below it they are entries of the tree.
+/// Without the names of the command, links to devices are refused at the top of the tree. Below it they are entries of the tree.
 #[test]
 fn links_to_devices_are_refused_only_if_the_command_may_name_them() {
     for (named, is_refused) in [(None, true), (Some(vec![b"link".to_vec()]), true), (Some(vec![Vec::new()]), false)] {
