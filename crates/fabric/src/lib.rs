@@ -210,7 +210,8 @@ pub struct ListenOptions {
     /// Hand over connections that do not speak the device's protocol as
     /// [`ConnectionEvent::Foreign`] instead of closing them.
     pub accept_foreign: bool,
-    /// Connections in set-up at a time; more are closed at once.
+    /// Most connections whose requests have not been polled, at least 1. A new one closes the oldest of the origin that has most
+    /// of them. The consumer limits those that it has polled and not answered.
     pub max_pending: usize,
 }
 

@@ -486,3 +486,32 @@ fn requests_that_nobody_answers_are_bounded_and_the_oldest_give_way() {
     assert!((1..=8).contains(&held.len()), "{}", held.len());
     assert!(held.contains(&clients.last().unwrap().local_addr().unwrap()), "the newest is among them");
 }
+
+/// A consumer that lets a burst of requests wait loses none of them to `max_pending`.
+#[test]
+fn requests_that_were_polled_do_not_give_way() {
+    let server = server_with(false, ListenOptions { max_pending: 8, ..ListenOptions::default() });
+    let mut held = Vec::new();
+    let clients: Vec<TcpStream> = (0..100)
+        .map(|_| {
+            let client = raw(server.addr());
+            until("a request", || {
+                server.device.progress();
+                match server.device.poll_event() {
+                    Some(ConnectionEvent::Request(request)) => {
+                        held.push(request);
+                        true
+                    }
+                    _ => false,
+                }
+            });
+            client
+        })
+        .collect();
+    held.drain(..).for_each(|request| request.reject(b"busy"));
+    for mut client in clients {
+        let mut reply = Vec::new();
+        client.read_to_end(&mut reply).unwrap();
+        assert!(reply.ends_with(b"busy"), "{reply:?}");
+    }
+}

@@ -4,7 +4,7 @@
 use super::doorbell::{Doorbell, Whom};
 use super::endpoint::{Endpoint, Readiness};
 use super::listener::{self, Inbound, ListenerHandle, ListeningSocket, Reading};
-use super::set_up::{Room, SetUp};
+use super::set_up::SetUp;
 use super::shared::{CompletionQueueHandle, CompletionRing, Polled, SharedHandle, SharedQueue};
 use super::socket;
 use super::transport::Socket;
@@ -355,20 +355,13 @@ impl Context {
         let _ = epoll::delete(&self.epoll, fd);
     }
 
-    /// A connection of `new` may be set up besides those that are: one of the others gives way if there are `max`. False if none
-    /// can.
-    pub(super) fn make_room(&self, new: Origin, max: usize) -> bool {
-        loop {
-            match self.set_up.room(new, max) {
-                Room::Free => return true,
-                Room::Full => return false,
-                Room::Instead(origin, id) => {
-                    tracing::debug!(%origin, "too many connections in set-up, closing one");
-                    self.evict(id);
-                    // Where it has just been polled, it is not closed, and does not give way any more.
-                    self.set_up.keep(origin, id);
-                }
-            }
+    /// Makes room for a connection of `new`: closes others in set-up until fewer than `max` are left.
+    pub(super) fn make_room(&self, new: Origin, max: usize) {
+        while let Some((origin, id)) = self.set_up.give_way(new, max) {
+            tracing::debug!(%origin, "too many connections in set-up, closing one");
+            self.evict(id);
+            // If it has just been polled, it is not closed.
+            self.set_up.release(origin, id);
         }
     }
 
@@ -863,7 +856,7 @@ impl DeviceOps for Handle {
         }
         event.map(|event| match event {
             Queued::Request(request) => {
-                request.keep_place();
+                request.release_place();
                 Event::Request(Box::new(request))
             }
             Queued::Other(event) => event,

@@ -96,10 +96,7 @@ impl ListeningSocket {
         for _ in 0..ACCEPT_TURN {
             match self.accept() {
                 Ok((socket, peer, origin)) => {
-                    if !ctx.make_room(origin, self.options.max_pending.max(1)) {
-                        tracing::warn!(%peer, "too many unanswered requests, closing");
-                        continue;
-                    }
+                    ctx.make_room(origin, self.options.max_pending.max(1));
                     if let Err(error) = ctx.begin_request(socket, (peer, origin), self.options.accept_foreign) {
                         tracing::warn!(%peer, %error, "cannot serve a connection");
                     }
@@ -327,8 +324,8 @@ impl Request {
     }
 
     /// The consumer has it: it does not give way to others any more.
-    pub(super) fn keep_place(&self) {
-        self.place.keep();
+    pub(super) fn release_place(&self) {
+        self.place.release();
     }
 
     fn refuse(&mut self, private_data: &[u8]) {

@@ -1,50 +1,44 @@
-//! Places for incoming connections that have no queue pair yet.
+//! Places for incoming connections whose requests have not been polled.
 
 use std::sync::{Arc, Mutex};
 use thruway_rdma_types::sync::LockUnpoisoned;
 use thruway_tcp::{ByOrigin, Origin};
 
-/// The incoming connections of a device that have no queue pair yet.
+/// The incoming connections of a device whose requests have not arrived or have not been polled.
 #[derive(Default)]
 pub(super) struct SetUp(Mutex<State>);
 
 #[derive(Default)]
 struct State {
-    /// All of them.
     count: usize,
-    /// Those that give way to new ones: their requests have not arrived, or have not been polled.
-    evictable: ByOrigin<u64>,
+    connections: ByOrigin<u64>,
 }
 
-/// Whether there is room for a new connection.
-pub(super) enum Room {
-    Free,
-    /// Once this connection has been closed.
-    Instead(Origin, u64),
-    /// None of those that are there gives way.
-    Full,
+impl State {
+    fn remove(&mut self, origin: Origin, id: u64) {
+        if self.connections.remove(origin, id) {
+            self.count -= 1;
+        }
+    }
 }
 
 impl SetUp {
-    pub(super) fn room(&self, new: Origin, max: usize) -> Room {
+    /// The connection to close before a new one is set up; `None` if fewer than `max` are there.
+    pub(super) fn give_way(&self, new: Origin, max: usize) -> Option<(Origin, u64)> {
         let state = self.0.lock_unpoisoned();
-        match state.evictable.give_way(new) {
-            _ if state.count < max => Room::Free,
-            Some((origin, id)) => Room::Instead(origin, id),
-            None => Room::Full,
-        }
+        if state.count < max { None } else { state.connections.give_way(new) }
     }
 
     pub(super) fn take(self: &Arc<SetUp>, origin: Origin, id: u64) -> Place {
         let mut state = self.0.lock_unpoisoned();
         state.count += 1;
-        state.evictable.insert(origin, id);
+        state.connections.insert(origin, id);
         Place { set_up: Arc::clone(self), origin, id }
     }
 
-    /// A connection does not give way any more.
-    pub(super) fn keep(&self, origin: Origin, id: u64) {
-        self.0.lock_unpoisoned().evictable.remove(origin, id);
+    /// Releases the place of a connection.
+    pub(super) fn release(&self, origin: Origin, id: u64) {
+        self.0.lock_unpoisoned().remove(origin, id);
     }
 }
 
@@ -56,16 +50,14 @@ pub(super) struct Place {
 }
 
 impl Place {
-    /// As [`SetUp::keep`].
-    pub(super) fn keep(&self) {
-        self.set_up.keep(self.origin, self.id);
+    /// As [`SetUp::release`].
+    pub(super) fn release(&self) {
+        self.set_up.release(self.origin, self.id);
     }
 }
 
 impl Drop for Place {
     fn drop(&mut self) {
-        let mut state = self.set_up.0.lock_unpoisoned();
-        state.count -= 1;
-        state.evictable.remove(self.origin, self.id);
+        self.release();
     }
 }

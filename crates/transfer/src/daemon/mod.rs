@@ -62,7 +62,9 @@ const HANDSHAKES_MAX: usize = 256;
 const HANDSHAKES_OF_ONE_MAX: usize = 32;
 const HANDSHAKES_WAITING_MAX: usize = 4096;
 /// Descriptors that such a peer costs, with some to spare.
-const HANDSHAKE_DESCRIPTORS: u64 = 16;
+const HANDSHAKE_DESCRIPTORS: usize = 16;
+/// Most connections that have not sent their first message over RDMA. Fewer where descriptors are few.
+const PENDING_MAX: usize = 1024;
 
 /// How a daemon behaves.
 pub struct Config {
@@ -234,8 +236,8 @@ impl Daemon {
         let device = config.fabric.open()?;
         let mut listeners = Vec::new();
         // RFTP over plain TCP comes to the same port.
-        let max_pending = limits::share_of_listener(4).clamp(16, ListenOptions::default().max_pending);
-        let options = ListenOptions { accept_foreign: true, max_pending, ..ListenOptions::default() };
+        let shares = ConnectionShares::of(limits::share_of_listener(1));
+        let options = ListenOptions { accept_foreign: true, max_pending: shares.pending, ..ListenOptions::default() };
         for &addr in &config.listen {
             if !addr.ip().to_canonical().is_loopback() && config.anonymous {
                 tracing::warn!(%addr, "anonymous peers may connect from other hosts");
@@ -245,8 +247,8 @@ impl Daemon {
         let authorized = RwLock::new(std::mem::take(&mut config.authorized));
         let shared = Arc::new(Shared {
             authorized,
-            greetings: Greetings::new(limits::share_of_listener(8).clamp(4, GREETINGS_MAX), GREETING_GRACE),
-            handshakes: Admission::new(handshake_limits(), waker(&device)),
+            greetings: Greetings::new(shares.greetings, GREETING_GRACE),
+            handshakes: Admission::new(shares.handshakes, waker(&device)),
             config,
             pipelines,
             exports,
@@ -712,14 +714,31 @@ fn waker(device: &Device) -> impl Fn() + Send + Sync + 'static {
 /// A connection that has waited this long for its turn is refused: its client would have given up by now, or soon will.
 const PATIENCE: Duration = Duration::from_secs(8);
 
-fn handshake_limits() -> Limits {
-    let share = limits::share_of_listener;
-    let all = share(2 * HANDSHAKE_DESCRIPTORS).clamp(4, HANDSHAKES_MAX);
-    Limits {
-        all,
-        per_origin: HANDSHAKES_OF_ONE_MAX.min(all.div_ceil(2)),
-        waiting: share(8).clamp(8, HANDSHAKES_WAITING_MAX),
-        patience: PATIENCE,
+/// Limits on connections that belong to no session yet. Together they use at most the descriptors of one listener, unless those
+/// are very few.
+struct ConnectionShares {
+    /// Connections that have not sent their first message over RDMA.
+    pending: usize,
+    /// Connections over TCP that have not sent their greeting.
+    greetings: usize,
+    handshakes: Limits,
+}
+
+impl ConnectionShares {
+    /// Divides this number of descriptors.
+    fn of(descriptors: usize) -> ConnectionShares {
+        let pending = (descriptors / 4).clamp(16, PENDING_MAX);
+        let greetings = (descriptors / 8).clamp(4, GREETINGS_MAX);
+        let all = (descriptors / (4 * HANDSHAKE_DESCRIPTORS)).clamp(4, HANDSHAKES_MAX);
+        // A connection that waits has one descriptor and no thread, so a burst may take everything that remains.
+        let remaining = descriptors.saturating_sub(pending + greetings + all * HANDSHAKE_DESCRIPTORS);
+        let handshakes = Limits {
+            all,
+            per_origin: HANDSHAKES_OF_ONE_MAX.min(all.div_ceil(2)),
+            waiting: remaining.clamp(8, HANDSHAKES_WAITING_MAX),
+            patience: PATIENCE,
+        };
+        ConnectionShares { pending, greetings, handshakes }
     }
 }
 
@@ -754,5 +773,22 @@ fn send_listing(link: &mut Link, entries: Vec<ListEntry>) -> Result<(), LinkErro
         if last {
             return Ok(());
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn connections_without_a_session_use_the_descriptors_of_one_listener() {
+        for open_files in [1 << 10, 4 << 10, 20_000, 1 << 20] {
+            let descriptors = open_files / 4;
+            let ConnectionShares { pending, greetings, handshakes } = ConnectionShares::of(descriptors);
+            let used = pending + greetings + handshakes.all * HANDSHAKE_DESCRIPTORS + handshakes.waiting;
+            assert!(used <= descriptors, "{used} of {descriptors}");
+        }
+        // A burst of 2000 clients waits with a limit of 20,000 open files.
+        assert!(ConnectionShares::of(5000).handshakes.waiting > 2000);
     }
 }
