@@ -39,4 +39,4 @@ pub use io::{OpenFile, Storage};
 pub use pool::{Block, BlockPool};
 pub use reactor::Reactors;
 pub use segment::{Segment, Segments};
-pub use stage::{StageId, StageStats, Workers};
+pub use stage::{Owner, StageId, StageStats, Workers};

@@ -1,13 +1,16 @@
 //! Stages of parallel workers, and the monitor that moves workers between them.
 //!
-//! A stage is an explicit queue of tasks. Threads are made once; each is *assigned* to a stage,
-//! serves that first, and helps any other while its own is empty. Every task is stamped when
+//! A stage is an explicit queue of tasks. Owners of tasks take turns in it, so that many tasks of one delay the next task of
+//! another by one task each time. Threads are made once; each is *assigned* to a stage, serves that first, and helps any other
+//! while its own is empty. A task that has waited for [`OVERDUE`] precedes the worker's own stage. Every task is stamped when
 //! it is queued, started and finished; from these the monitor, one for all stages, computes queue
 //! delay, waiting and service time, and moves a worker from the stage with the most slack to the
 //! one with the longest delay (Ren 2015, ch. 3).
+//!
+//! A task must not wait for a peer, and should end after [`TASK_TIME`]: longer work submits its rest as a new task.
 
 use crate::topology;
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::thread::JoinHandle;
@@ -17,11 +20,71 @@ use std::time::{Duration, Instant};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct StageId(usize);
 
+/// Who a task is done for. Owners take turns.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub struct Owner(pub u64);
+
+/// Time after which a task should submit the rest of its work as a new task.
+pub const TASK_TIME: Duration = Duration::from_millis(5);
+
+/// Waiting time after which a task is served by the next free worker of any stage.
+pub const OVERDUE: Duration = Duration::from_millis(20);
+
 type Task = Box<dyn FnOnce() + Send>;
 
 struct Queued {
     task: Task,
     since: Instant,
+}
+
+/// The queue of a stage.
+#[derive(Default)]
+struct Queue {
+    /// Tasks of each owner that has any.
+    owners: HashMap<Owner, VecDeque<Queued>>,
+    /// Owners with tasks, the next one first.
+    turns: VecDeque<Owner>,
+    len: usize,
+}
+
+impl Queue {
+    fn push(&mut self, owner: Owner, task: Queued) {
+        let tasks = self.owners.entry(owner).or_default();
+        if tasks.is_empty() {
+            self.turns.push_back(owner);
+        }
+        tasks.push_back(task);
+        self.len += 1;
+    }
+
+    /// Time at which the next task was queued.
+    fn next_since(&self) -> Option<Instant> {
+        let next = self.owners.get(self.turns.front()?)?;
+        next.front().map(|task| task.since)
+    }
+
+    fn pop(&mut self) -> Option<Queued> {
+        let owner = self.turns.pop_front()?;
+        let tasks = self.owners.get_mut(&owner)?;
+        let task = tasks.pop_front()?;
+        if tasks.is_empty() {
+            self.owners.remove(&owner);
+        } else {
+            self.turns.push_back(owner);
+        }
+        self.len -= 1;
+        Some(task)
+    }
+}
+
+/// The stage whose next task a worker takes: one with an overdue task, otherwise the first from `home` on that has a task.
+fn choose(queues: &[Queue], home: usize, now: Instant) -> Option<usize> {
+    let stages = queues.len();
+    let oldest = (0..stages).filter_map(|stage| Some((queues[stage].next_since()?, stage))).min()?;
+    if now.duration_since(oldest.0) >= OVERDUE {
+        return Some(oldest.1);
+    }
+    (0..stages).map(|i| (home + i) % stages).find(|stage| queues[*stage].len > 0)
 }
 
 /// What a stage has done so far, counted by its threads.
@@ -114,7 +177,7 @@ struct Shared {
 }
 
 struct State {
-    queues: Vec<VecDeque<Queued>>,
+    queues: Vec<Queue>,
     /// The monitor sleeps until the next task.
     unwatched: bool,
 }
@@ -145,7 +208,7 @@ impl Workers {
         assert!(!stages.is_empty());
         let threads = threads.max(1);
         let shared = Arc::new(Shared {
-            state: Mutex::new(State { queues: stages.iter().map(|_| VecDeque::new()).collect(), unwatched: false }),
+            state: Mutex::new(State { queues: stages.iter().map(|_| Queue::default()).collect(), unwatched: false }),
             wake: Condvar::new(),
             watch: Condvar::new(),
             names: stages.to_vec(),
@@ -177,11 +240,11 @@ impl Workers {
     }
 
     /// Queues a task. The queue's length is bounded by the blocks and files that tasks carry.
-    pub fn submit(&self, stage: StageId, task: impl FnOnce() + Send + 'static) {
+    pub fn submit(&self, stage: StageId, owner: Owner, task: impl FnOnce() + Send + 'static) {
         let mut state = self.shared.lock();
         let queue = &mut state.queues[stage.0];
-        queue.push_back(Queued { task: Box::new(task), since: Instant::now() });
-        self.shared.counters[stage.0].queued(queue.len());
+        queue.push(owner, Queued { task: Box::new(task), since: Instant::now() });
+        self.shared.counters[stage.0].queued(queue.len);
         let first = std::mem::replace(&mut state.unwatched, false);
         drop(state);
         self.shared.wake.notify_one();
@@ -227,9 +290,9 @@ impl Shared {
         let mut state = self.lock();
         loop {
             let home = self.assignment[index].load(Ordering::Relaxed);
-            let stages = self.names.len();
-            let found = (0..stages).map(|i| (home + i) % stages).find(|s| !state.queues[*s].is_empty());
-            let Some(stage) = found else {
+            let chosen = choose(&state.queues, home, Instant::now());
+            let next = chosen.and_then(|stage| Some((stage, state.queues[stage].pop()?)));
+            let Some((stage, Queued { task, since })) = next else {
                 if self.stop.load(Ordering::SeqCst) {
                     return;
                 }
@@ -238,7 +301,6 @@ impl Shared {
                 self.counters[home].waited(since);
                 continue;
             };
-            let Queued { task, since } = state.queues[stage].pop_front().expect("found above");
             drop(state);
             self.counters[stage].started(since);
             let started = Instant::now();
@@ -339,10 +401,10 @@ mod tests {
         for i in 0..1000 {
             let tx = tx.clone();
             let stage = workers.stage(if i % 3 == 0 { "a" } else { "b" });
-            workers.submit(stage, move || tx.send(i).unwrap());
+            workers.submit(stage, Owner(i % 7), move || tx.send(i).unwrap());
         }
         drop(tx);
-        let mut seen: Vec<i32> = rx.iter().collect();
+        let mut seen: Vec<u64> = rx.iter().collect();
         seen.sort_unstable();
         assert_eq!(seen, (0..1000).collect::<Vec<_>>());
         let weak = Arc::downgrade(&workers.shared);
@@ -350,6 +412,35 @@ mod tests {
         assert_eq!(stats.iter().map(|s| s.workers.unwrap()).sum::<usize>(), 3);
         drop(workers);
         assert!(weak.upgrade().is_none(), "no thread is left behind");
+    }
+
+    fn queued(since: Instant) -> Queued {
+        Queued { task: Box::new(|| ()), since }
+    }
+
+    #[test]
+    fn owners_take_turns() {
+        let (mut queue, start) = (Queue::default(), Instant::now());
+        let at = |n: u64| start + Duration::from_nanos(n);
+        (0..5).for_each(|n| queue.push(Owner(1), queued(at(n))));
+        queue.push(Owner(2), queued(at(5)));
+        queue.push(Owner(3), queued(at(6)));
+        let order: Vec<_> = std::iter::from_fn(|| queue.pop()).map(|task| task.since).collect();
+        assert_eq!(order, [0, 5, 6, 1, 2, 3, 4].map(at));
+        assert_eq!((queue.len, queue.owners.len(), queue.turns.len()), (0, 0, 0));
+    }
+
+    #[test]
+    fn an_overdue_task_precedes_the_stage_of_a_worker() {
+        let mut queues = [Queue::default(), Queue::default()];
+        let start = Instant::now();
+        assert_eq!(choose(&queues, 0, start), None);
+        queues[1].push(Owner(1), queued(start));
+        assert_eq!(choose(&queues, 0, start), Some(1), "its own is empty");
+        queues[0].push(Owner(1), queued(start + Duration::from_millis(1)));
+        assert_eq!(choose(&queues, 0, start + OVERDUE / 2), Some(0));
+        assert_eq!(choose(&queues, 0, start + OVERDUE * 2), Some(1), "the oldest");
+        assert_eq!(choose(&queues, 1, start + OVERDUE * 2), Some(1));
     }
 
     #[test]

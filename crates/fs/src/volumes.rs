@@ -8,7 +8,7 @@ use rustix::fs::OFlags;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard};
 use thruway_engine::file_system;
 
 /// File systems of one session; a tree with more mounts than that is not written to.
@@ -25,13 +25,15 @@ struct Volume {
 /// The file systems that a session has written to.
 #[derive(Default)]
 pub struct Volumes {
-    known: Mutex<Vec<Volume>>,
+    known: Mutex<Vec<Arc<Volume>>>,
+    /// Held during a sync, without `known`: a directory can be noted meanwhile.
+    syncing: Mutex<()>,
     /// A sync failed. The kernel has told its error and will say that all is well from now on.
     lost: AtomicBool,
 }
 
 impl Volumes {
-    fn known(&self) -> MutexGuard<'_, Vec<Volume>> {
+    fn known(&self) -> MutexGuard<'_, Vec<Arc<Volume>>> {
         self.known.lock().expect("no panics under the lock")
     }
 
@@ -53,7 +55,7 @@ impl Volumes {
         let fd = rustix::fs::openat(&dir, c".", flags, rustix::fs::Mode::empty())?;
         // FUSE's server is not asked; what stands on another file system leaves errors with that.
         let by_file = !file_system::is_of_this_host(&fd);
-        known.push(Volume { device, fd, by_file });
+        known.push(Arc::new(Volume { device, fd, by_file }));
         Ok(by_file)
     }
 
@@ -68,8 +70,9 @@ impl Volumes {
     /// The first failure; what was written since the last success is then of unknown fate.
     pub fn sync(&self) -> io::Result<()> {
         // One at a time: an error is reported only to the first caller, and the second must not take that for success.
-        let known = self.known();
+        let _syncing = self.syncing.lock().expect("no panics under the lock");
         self.check()?;
+        let known = self.known().clone();
         // All are tried: each tells its error once.
         let results: Vec<_> = known.iter().map(|v| rustix::fs::syncfs(&v.fd)).collect();
         results.into_iter().collect::<Result<(), _>>().map_err(|e| {

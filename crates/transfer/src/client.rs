@@ -17,6 +17,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Duration;
+use thruway_engine::Owner;
 use thruway_engine::aead::Sealer;
 use thruway_engine::digest::Algorithm;
 use thruway_engine::random::random;
@@ -386,7 +387,7 @@ fn attempt(
     let count = count.clamp(1, streams);
     let blocks = job.blocks.unwrap_or_else(|| blocks_for(link.round_trip(), block_len, BLOCKS));
     let pipeline = pipeline
-        .with_pool(blocks, block_len as usize, link.is_long())
+        .with_pool(Owner::default(), blocks, block_len as usize, link.is_long())
         .map_err(|e| LocalError::io("memory for blocks", e))?;
     link.attach(&pipeline.pool)?;
     link.set_peer_revocable(reply.revocable);

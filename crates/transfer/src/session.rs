@@ -12,7 +12,7 @@ use thruway_engine::aead::Sealer;
 use thruway_engine::digest::Algorithm;
 use thruway_engine::stage::{StageId, StageStats};
 use thruway_engine::topology::{self, Node};
-use thruway_engine::{BlockPool, Storage, Workers};
+use thruway_engine::{BlockPool, Owner, Storage, Workers};
 use thruway_fabric::Device;
 
 /// The stages of a process, shared by its sessions, and the blocks of one session.
@@ -32,6 +32,8 @@ pub struct Pipeline {
     pub security: StageId,
     /// Blocking file system calls.
     pub files: StageId,
+    /// Whose tasks the session's are.
+    owner: Owner,
     /// Where all this is; `None` on a machine with one memory node.
     node: Option<Node>,
     /// Dropped last.
@@ -115,19 +117,25 @@ impl Pipeline {
         let storage = Arc::new(Storage::near(cpus)?);
         let pool = pool(node.as_ref(), blocks, block_len, false)?;
         let sweep = Sweep(Arc::clone(&storage));
-        Ok(Arc::new(Pipeline { pool, storage, workers, integrity, security, files, node, _sweep: sweep }))
+        let owner = Owner::default();
+        Ok(Arc::new(Pipeline { pool, storage, workers, integrity, security, files, owner, node, _sweep: sweep }))
     }
 
     /// The same stages with blocks for another session; `sparse` if few of them may ever be full.
     ///
     /// # Errors
     /// If memory is not to be had.
-    pub fn with_pool(&self, blocks: usize, block_len: usize, sparse: bool) -> io::Result<Arc<Pipeline>> {
+    pub fn with_pool(&self, owner: Owner, blocks: usize, block_len: usize, sparse: bool) -> io::Result<Arc<Pipeline>> {
         let (storage, workers) = (Arc::clone(&self.storage), Arc::clone(&self.workers));
         let Pipeline { integrity, security, files, .. } = *self;
         let (pool, node) = (pool(self.node.as_ref(), blocks, block_len, sparse)?, self.node.clone());
         let sweep = Sweep(Arc::clone(&storage));
-        Ok(Arc::new(Pipeline { pool, storage, workers, integrity, security, files, node, _sweep: sweep }))
+        Ok(Arc::new(Pipeline { pool, storage, workers, integrity, security, files, owner, node, _sweep: sweep }))
+    }
+
+    /// Queues a task of this session.
+    pub(crate) fn submit(&self, stage: StageId, task: impl FnOnce() + Send + 'static) {
+        self.workers.submit(stage, self.owner, task);
     }
 
     /// Moves the calling thread, and those it will start, to where the pipeline is.

@@ -20,6 +20,7 @@ use greetings::Greetings;
 use request::{Served, Work};
 use rustix::fs::{Mode, OFlags};
 use std::collections::HashMap;
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::net::{SocketAddr, TcpStream};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
@@ -27,7 +28,7 @@ use std::sync::mpsc::Receiver;
 use std::sync::{Arc, Mutex, RwLock};
 use std::time::{Duration, Instant};
 use thruway_engine::aead::Sealer;
-use thruway_engine::limits;
+use thruway_engine::{Owner, limits};
 use thruway_fabric::{ConnectionEvent, ConnectionRequest, Device, ListenOptions, Listener, Provider, iwarp};
 use thruway_server::admission::{Admission, Answer, Limits, Slot};
 use thruway_server::connection_limit::is_fair;
@@ -444,6 +445,17 @@ impl Running {
     }
 }
 
+/// The owner of the tasks of sessions. Those to which [`Running::is_of`] applies have one.
+fn owner_of(principal: &Principal, origin: Origin) -> Owner {
+    let mut hasher = DefaultHasher::new();
+    match principal {
+        Principal::Operator => {}
+        Principal::Key(key, _) => key.hash(&mut hasher),
+        Principal::Anonymous => origin.hash(&mut hasher),
+    }
+    Owner(hasher.finish())
+}
+
 /// Registers a session for cancellation, until dropped.
 struct Listed<'a> {
     shared: &'a Shared,
@@ -541,7 +553,7 @@ impl Session<'_> {
             Ok(work) => work,
             Err((code, why)) => return self.refuse(link, code, why),
         };
-        self.negotiate(link, Channels::Take(arrivals), &asked, work, cancel)
+        self.negotiate(link, Channels::Take(arrivals), &asked, work, (cancel, owner_of(&principal, self.origin)))
     }
 
     fn refuse(&self, mut link: Link, code: AbortCode, why: String) -> Result<Option<Summary>, SessionError> {
@@ -567,7 +579,7 @@ impl Session<'_> {
         channels: Channels,
         asked: &SessionRequest,
         work: Work,
-        cancel: Cancel,
+        (cancel, owner): (Cancel, Owner),
     ) -> Result<Option<Summary>, SessionError> {
         let session = self.shared.next_session.fetch_add(1, Ordering::SeqCst);
         let (offers, discard) = match &work {
@@ -614,7 +626,7 @@ impl Session<'_> {
         let blocks = blocks_for(link.round_trip(), block_len, fewest);
         let stages = self.shared.pipelines.pick();
         stages.bind_current_thread();
-        let pipeline = stages.with_pool(blocks, block_len as usize, link.is_long());
+        let pipeline = stages.with_pool(owner, blocks, block_len as usize, link.is_long());
         let pipeline = pipeline.map_err(|e| SessionError::from(LocalError::io("memory for blocks", e)));
         let pipeline = match pipeline.and_then(|pipeline| Ok(link.attach(&pipeline.pool).map(|()| pipeline)?)) {
             Ok(pipeline) => pipeline,

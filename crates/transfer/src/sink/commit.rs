@@ -14,15 +14,15 @@ use std::ffi::CString;
 use std::fs::File;
 use std::io;
 use std::os::fd::AsFd;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 use thruway_fs::Identity;
 
 /// Files synced one by one; a larger group is synced with its file systems.
 const ONE_BY_ONE_MAX: usize = 4;
-/// Files that may wait to be committed. Beyond that, workers are blocked, with the blocks that files came in.
+/// Files that may wait to be committed. Beyond that, packs wait, and the source has no credits for their blocks.
 const PENDING_MAX: u64 = 8192;
 /// Large files that are kept open until they are committed.
 const OPEN_MAX: u64 = 16;
@@ -70,9 +70,17 @@ pub(crate) enum Committed<'a> {
 /// Hears what becomes of files.
 pub(crate) type OnCommit = Box<dyn Fn(Committed<'_>) + Send>;
 
+/// Work of the commit stage.
+enum Work {
+    /// Makes files durable and gives them their names.
+    Files(Vec<Finished>),
+    /// Makes durable what has been written so far.
+    Sync,
+}
+
 /// The commit stage of a sink.
 pub(crate) struct Committer {
-    sender: Mutex<Option<Sender<Vec<Finished>>>>,
+    sender: Mutex<Option<Sender<Work>>>,
     pending: Arc<Pending>,
     tree: Arc<Tree>,
     thread: Mutex<Option<JoinHandle<()>>>,
@@ -81,16 +89,47 @@ pub(crate) struct Committer {
 /// Files submitted and not in place yet.
 #[derive(Default)]
 struct Pending {
-    files: Mutex<u64>,
-    fewer: Condvar,
+    state: Mutex<PendingState>,
     open: AtomicU64,
+}
+
+#[derive(Default)]
+struct PendingState {
+    files: u64,
+    /// Tasks that wait for fewer files.
+    waiting: Vec<Box<dyn FnOnce() + Send>>,
     /// Nothing is put in place any more.
-    stopped: AtomicBool,
+    stopped: bool,
+}
+
+impl PendingState {
+    fn has_room(&self) -> bool {
+        self.files < PENDING_MAX || self.stopped
+    }
 }
 
 impl Pending {
-    fn files(&self) -> MutexGuard<'_, u64> {
-        self.files.lock().expect("no panics under the lock")
+    fn state(&self) -> MutexGuard<'_, PendingState> {
+        self.state.lock().expect("no panics under the lock")
+    }
+
+    /// As [`Committer::when_room`].
+    fn when_room(&self, task: impl FnOnce() + Send + 'static) {
+        let mut state = self.state();
+        if !state.has_room() {
+            return state.waiting.push(Box::new(task));
+        }
+        drop(state);
+        task();
+    }
+
+    /// Changes the state, and runs the tasks that wait if there is room then.
+    fn change(&self, change: impl FnOnce(&mut PendingState)) {
+        let mut state = self.state();
+        change(&mut state);
+        let ready = if state.has_room() { std::mem::take(&mut state.waiting) } else { Vec::new() };
+        drop(state);
+        ready.into_iter().for_each(|task| task());
     }
 }
 
@@ -105,11 +144,9 @@ impl Committer {
         Ok(Committer { sender: Mutex::new(Some(sender)), pending, tree, thread: Mutex::new(Some(thread)) })
     }
 
-    /// Waits until there is room for more files.
-    pub(crate) fn wait_for_room(&self) {
-        let is_full = |files: &mut u64| *files >= PENDING_MAX && !self.pending.stopped.load(Ordering::SeqCst);
-        let waited = self.pending.fewer.wait_while(self.pending.files(), is_full);
-        drop(waited.expect("no panics under the lock"));
+    /// Runs a task when there is room for more files: now, or later on the thread of the commit stage.
+    pub(crate) fn when_room(&self, task: impl FnOnce() + Send + 'static) {
+        self.pending.when_room(task);
     }
 
     /// What to do with a file that has been written, and is one of a group of which so many are kept open: where
@@ -131,7 +168,7 @@ impl Committer {
             return;
         }
         let sender = self.sender.lock().expect("no panics under the lock").clone();
-        // Where nobody takes them, nobody would ever count them off.
+        // Nobody would subtract files that nobody takes.
         let Some(sender) = sender else { return };
         for file in &mut files {
             let Content::Open(open) = &file.content else { continue };
@@ -145,8 +182,15 @@ impl Committer {
                 };
             }
         }
-        *self.pending.files() += files.len() as u64;
-        let _ = sender.send(files);
+        self.pending.state().files += files.len() as u64;
+        let _ = sender.send(Work::Files(files));
+    }
+
+    /// Makes durable what has been written so far. An error ends the session.
+    pub(crate) fn sync(&self) {
+        if let Some(sender) = &*self.sender.lock().expect("no panics under the lock") {
+            let _ = sender.send(Work::Sync);
+        }
     }
 
     /// Whether files are only made durable by syncing each.
@@ -156,7 +200,7 @@ impl Committer {
 
     /// Files submitted and not in place yet.
     pub(crate) fn pending(&self) -> u64 {
-        *self.pending.files()
+        self.pending.state().files
     }
 
     /// Ends the stage after what has been submitted.
@@ -165,24 +209,25 @@ impl Committer {
         if let Some(thread) = self.thread.lock().expect("no panics under the lock").take() {
             let _ = thread.join();
         }
-        let files = self.pending.files();
-        self.pending.stopped.store(true, Ordering::SeqCst);
-        drop(files);
-        self.pending.fewer.notify_all();
+        self.pending.change(|state| state.stopped = true);
     }
 }
 
 fn commit_groups(
-    receiver: &Receiver<Vec<Finished>>,
+    receiver: &Receiver<Work>,
     tree: &Tree,
     journal: Option<&Journal>,
     on_commit: &OnCommit,
     pending: &Pending,
 ) {
     let mut lost = false;
-    while let Ok(mut group) = receiver.recv() {
-        while let Ok(more) = receiver.try_recv() {
-            group.extend(more);
+    while let Ok(first) = receiver.recv() {
+        let (mut group, mut must_sync) = (Vec::new(), false);
+        for work in std::iter::once(first).chain(receiver.try_iter()) {
+            match work {
+                Work::Files(files) => group.extend(files),
+                Work::Sync => must_sync = true,
+            }
         }
         let open = group.iter().filter(|f| matches!(f.content, Content::Open(_))).count() as u64;
         let count = group.len() as u64;
@@ -190,7 +235,13 @@ fn commit_groups(
         if lost {
             group.iter().for_each(|file| directories.discard(file));
         } else {
-            let outcome = commit(&group, journal, |group| make_durable(group, tree), |file| directories.place(file));
+            let durable = |group: &[Finished]| {
+                if must_sync {
+                    tree.volumes().sync()?;
+                }
+                make_durable(group, tree)
+            };
+            let outcome = commit(&group, journal, durable, |file| directories.place(file));
             match outcome {
                 // Failures are reported before the group counts as done: the session ends when all are.
                 Ok(placed) => {
@@ -213,8 +264,7 @@ fn commit_groups(
             }
         }
         pending.open.fetch_sub(open, Ordering::SeqCst);
-        *pending.files() -= count;
-        pending.fewer.notify_all();
+        pending.change(|state| state.files -= count);
         on_commit(Committed::Group);
     }
 }
@@ -325,5 +375,33 @@ impl Directories<'_> {
         if let Ok(place) = self.of(file) {
             let _ = rustix::fs::unlinkat(&place.dir, &file.temp, AtFlags::empty());
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::AtomicUsize;
+
+    #[test]
+    fn tasks_wait_for_room_without_a_thread() {
+        let (pending, run) = (Pending::default(), Arc::new(AtomicUsize::new(0)));
+        let task = |pending: &Pending| {
+            let run = Arc::clone(&run);
+            pending.when_room(move || drop(run.fetch_add(1, Ordering::SeqCst)));
+        };
+        let runs = || run.load(Ordering::SeqCst);
+        pending.change(|state| state.files = PENDING_MAX);
+        (0..3).for_each(|_| task(&pending));
+        assert_eq!(runs(), 0);
+        pending.change(|state| state.files -= 1);
+        assert_eq!(runs(), 3);
+        task(&pending);
+        assert_eq!(runs(), 4);
+        pending.change(|state| state.files = PENDING_MAX);
+        task(&pending);
+        // The tasks of a session that is over must give their blocks back.
+        pending.change(|state| state.stopped = true);
+        assert_eq!(runs(), 5);
     }
 }

@@ -24,8 +24,10 @@ use std::net::TcpStream;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::time::Instant;
 use thruway_engine::digest::{Algorithm, DIGEST_LEN};
 use thruway_engine::io::{Outcome, Request};
+use thruway_engine::stage::TASK_TIME;
 use thruway_engine::{Block, OpenFile, Segment};
 use thruway_fs::Identity;
 use thruway_fs::beneath;
@@ -108,6 +110,78 @@ pub(super) enum Promise {
     Resume(Identity),
     /// Its attributes are to be sent; `ours` if this job has put it in place.
     Attributes { ours: bool },
+}
+
+/// A pack that is being unpacked.
+struct Pack {
+    files: Arc<Files>,
+    block: Block,
+    len: usize,
+    /// Position of the next record.
+    at: usize,
+    /// The directory of the last small file.
+    last_dir: Option<(Vec<u8>, Arc<OwnedFd>)>,
+}
+
+impl Pack {
+    /// Goes on when the commit stage has room for more files. The worker does not wait.
+    fn wait_for_room(self) {
+        let committer = Arc::clone(&self.files.committer);
+        let submit = move || {
+            let pipeline = Arc::clone(&self.files.pipeline);
+            pipeline.submit(pipeline.files, move || self.unpack());
+        };
+        committer.when_room(submit);
+    }
+
+    /// Unpacks records for the time of a task, and submits the rest as another one.
+    fn unpack(mut self) {
+        let (files, began) = (Arc::clone(&self.files), Instant::now());
+        let mut finished = Vec::new();
+        while self.at < self.len && !files.is_over() {
+            match self.next(&mut finished) {
+                Ok(true) if began.elapsed() < TASK_TIME => {}
+                Ok(_) => {
+                    files.committer.submit(finished);
+                    return self.wait_for_room();
+                }
+                Err(violation) => {
+                    files.violation(violation);
+                    break;
+                }
+            }
+            if finished.len() >= SUBMIT {
+                files.committer.submit(std::mem::take(&mut finished));
+            }
+        }
+        files.committer.submit(finished);
+        drop(self);
+        files.block_done();
+    }
+
+    /// Takes the next record. False if a part of the directories above it has been made, and the rest is to be made by another task.
+    fn next(&mut self, finished: &mut Vec<Finished>) -> Result<bool, Violation> {
+        let files = &self.files;
+        let rest = &self.block.payload()[self.at..self.len];
+        let (record, content, after) = Record::split_first(rest)?;
+        files.scope.check(&record)?;
+        let writes = !files.params.options.dry_run && !files.discard;
+        // An error comes again, and is reported, when the record is taken.
+        if writes
+            && let Some(path) = record.makes()
+            && matches!(files.tree.make_part_above(path), Ok(false))
+        {
+            return Ok(false);
+        }
+        self.at = self.len - after.len();
+        files.itemize(&record);
+        if writes {
+            files.take(record, content, finished, &mut self.last_dir);
+        } else {
+            files.count_only(&record, content);
+        }
+        Ok(true)
+    }
 }
 
 impl Files {
@@ -197,39 +271,10 @@ impl Files {
         self.in_flight().remove(key);
     }
 
-    /// Unpacks a pack's records. The block is free when this returns.
-    pub(super) fn unpack(&self, block: &Block, len: u32) {
-        self.committer.wait_for_room();
-        if self.is_over() {
-            return;
-        }
-        let mut rest = &block.payload()[..len as usize];
-        let mut finished = Vec::new();
-        let mut last_dir: Option<(Vec<u8>, Arc<OwnedFd>)> = None;
-        while !rest.is_empty() && !self.is_over() {
-            let (record, content, after) = match Record::split_first(rest) {
-                Ok(split) => split,
-                Err(malformed) => {
-                    self.violation(malformed.into());
-                    break;
-                }
-            };
-            rest = after;
-            if let Err(malformed) = self.scope.check(&record) {
-                self.violation(malformed.into());
-                break;
-            }
-            self.itemize(&record);
-            if self.params.options.dry_run || self.discard {
-                self.count_only(&record, content);
-                continue;
-            }
-            self.take(record, content, &mut finished, &mut last_dir);
-            if finished.len() >= SUBMIT {
-                self.committer.submit(std::mem::take(&mut finished));
-            }
-        }
-        self.committer.submit(finished);
+    /// Unpacks the records of a pack, in tasks of limited length.
+    pub(super) fn unpack(self: &Arc<Files>, block: Block, len: u32) {
+        let pack = Pack { files: Arc::clone(self), block, len: len as usize, at: 0, last_dir: None };
+        self.pipeline.submit(self.pipeline.files, move || pack.wait_for_room());
     }
 
     fn take(

@@ -552,7 +552,7 @@ impl Sink<'_> {
                 return store(&files, block, header, Digest::default());
             }
             let inner = Arc::clone(&files.pipeline);
-            inner.workers.submit(inner.integrity, move || {
+            inner.submit(inner.integrity, move || {
                 let digest = params.verify.digest(&block.payload()[..header.len as usize]);
                 if header.bind(params.verify, digest) != block.header(DIGEST_LEN) {
                     let sequence = header.sequence;
@@ -563,7 +563,7 @@ impl Sink<'_> {
         };
         let Some(sealer) = self.params.sealer.clone() else { return next(block, header) };
         let events = self.events.clone();
-        pipeline.workers.submit(pipeline.security, move || {
+        pipeline.submit(pipeline.security, move || {
             let mut block = block;
             let sealed = block.joined_mut(DIGEST_LEN, header.len as usize);
             match sealer.open(header.sequence.into(), &header.fixed(), sealed, &header.tag) {
@@ -608,18 +608,8 @@ impl Sink<'_> {
             return;
         }
         self.synced_bytes = written;
-        let files = Arc::clone(&self.files);
-        // What is written by now reaches the medium, and an error in doing so is known now, not at the end.
-        self.pipeline.workers.submit(self.pipeline.files, move || {
-            if let Err(e) = files.tree.volumes().sync() {
-                if let Some(journal) = &files.journal {
-                    journal.void();
-                }
-                files
-                    .events
-                    .send(SessionEvent::Fatal(LocalError::Unsynced { doing: "making files durable", source: e }));
-            }
-        });
+        // An error in writing to the medium is known now, not at the end.
+        self.files.committer.sync();
     }
 
     fn check_end(&mut self) -> Result<(), SessionError> {
@@ -645,7 +635,10 @@ impl Sink<'_> {
         self.finalizing = true;
         let files = Arc::clone(&self.files);
         let may_remove = !self.unread || self.params.options.ignore_errors;
-        self.pipeline.workers.submit(self.pipeline.files, move || files.finalize(may_remove));
+        // It takes as long as the tree is large, and no worker.
+        let thread = std::thread::Builder::new().name("finalize".into()).stack_size(512 << 10);
+        let finalize = move || files.finalize(may_remove);
+        thread.spawn(finalize).map_err(|e| LocalError::io("starting a thread", e))?;
         Ok(())
     }
 
@@ -703,14 +696,7 @@ fn store(files: &Arc<Files>, block: Block, header: BlockHeader, digest: Digest) 
             files.void(header.file);
         }
         BlockKind::Data => files.piece(block, header, digest),
-        BlockKind::Pack => {
-            let (files, pipeline) = (Arc::clone(files), Arc::clone(&files.pipeline));
-            pipeline.workers.submit(pipeline.files, move || {
-                files.unpack(&block, header.len);
-                drop(block);
-                files.block_done();
-            });
-        }
+        BlockKind::Pack => files.unpack(block, header.len),
     }
 }
 

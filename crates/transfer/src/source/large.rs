@@ -64,7 +64,7 @@ impl Finish {
             }
             return;
         }
-        pipeline.workers.submit(pipeline.integrity, move || {
+        pipeline.submit(pipeline.integrity, move || {
             let verify = self.params.verify;
             let digest = verify.digest(&block.payload()[..header.len as usize]);
             header.digest = header.bind(verify, digest);
@@ -80,7 +80,7 @@ impl Finish {
     /// are in progress.
     pub(super) fn load_from_file(self, block: Block, mut header: BlockHeader, large: Arc<LargeFile>) {
         let pipeline = Arc::clone(&self.pipeline);
-        pipeline.workers.submit(pipeline.integrity, move || {
+        pipeline.submit(pipeline.integrity, move || {
             match crate::digest_file(&large.file, self.params.verify, header.offset, header.len) {
                 Ok(digest) => {
                     header.digest = header.bind(self.params.verify, digest);
@@ -115,7 +115,7 @@ impl Finish {
             return self.events.send(SessionEvent::Loaded(block, header, self.after, None));
         };
         let pipeline = Arc::clone(&self.pipeline);
-        pipeline.workers.submit(pipeline.security, move || {
+        pipeline.submit(pipeline.security, move || {
             header.encode(block.with_header_mut(HEADER_LEN).0);
             let len = header.len as usize;
             // Digest and payload are neighbours and are sealed as one.
@@ -256,7 +256,7 @@ impl LargeFile {
             Ok(after) if has_grown(&self.stat, &after) => {
                 // Whether it only grew is known when it has been read once more, which takes its time.
                 let file = Arc::clone(self);
-                return self.pipeline.workers.submit(self.pipeline.files, move || file.end_grown());
+                return self.pipeline.submit(self.pipeline.files, move || file.end_grown());
             }
             Ok(_) => self.failure.set("changed during the copy"),
             Err(e) => self.failure.set(unreadable(e)),

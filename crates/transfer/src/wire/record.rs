@@ -116,6 +116,18 @@ impl Record {
         postcard::to_allocvec(self).expect("plain data")
     }
 
+    /// Path of the entry that the sink makes when it takes the record.
+    pub(crate) fn makes(&self) -> Option<&[u8]> {
+        match self {
+            Record::Dir { path, .. }
+            | Record::File { path, .. }
+            | Record::Begin { path, .. }
+            | Record::Symlink { path, .. }
+            | Record::Special { path, .. } => Some(path),
+            Record::Link { .. } | Record::Keep { .. } | Record::Attributes { .. } => None,
+        }
+    }
+
     /// The prefix for a record and a content of these lengths.
     pub fn prefix(record_len: usize, content_len: usize) -> [u8; RECORD_PREFIX_LEN] {
         let mut out = [0; RECORD_PREFIX_LEN];

@@ -79,6 +79,9 @@ pub(crate) struct Tree {
 /// record, they keep the mode 0700.
 const EARLY_BYTES_MAX: usize = 16 << 20;
 
+/// Directories that one task makes above an entry: each can take a fraction of a millisecond.
+const LEVELS_AT_A_TIME: usize = 32;
+
 /// Directories that were made before their records.
 #[derive(Default)]
 struct Early {
@@ -135,6 +138,26 @@ impl Tree {
 
     /// Opens a directory beneath the root, making what is missing of it.
     pub(crate) fn directory(&self, path: &[u8]) -> io::Result<Arc<OwnedFd>> {
+        self.make_levels(path, usize::MAX)
+    }
+
+    /// Makes a part of the missing directories above an entry. False if some are still missing. Only a deep path has several parts.
+    pub(crate) fn make_part_above(&self, path: &[u8]) -> io::Result<bool> {
+        let (parent, _) = split(path);
+        if parent.iter().filter(|byte| **byte == b'/').count() < LEVELS_AT_A_TIME {
+            return Ok(true);
+        }
+        match self.make_levels(parent, LEVELS_AT_A_TIME) {
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => Ok(false),
+            other => other.map(|_| true),
+        }
+    }
+
+    /// As [`Tree::directory`], but makes at most so many directories.
+    ///
+    /// # Errors
+    /// `Interrupted` if more are missing.
+    fn make_levels(&self, path: &[u8], levels_max: usize) -> io::Result<Arc<OwnedFd>> {
         // Another worker may not have taken the record of a directory yet that replaces a file or link.
         let is_missing = |e: &io::Error| matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory);
         match self.open_to_write(path) {
@@ -147,7 +170,10 @@ impl Tree {
         let there = ends.partition_point(is_there);
         // Relative to the directory above each: from the root, a deep path would cost the square of its length.
         let mut dir = self.open_to_write(there.checked_sub(1).map_or(&[], |last| &path[..ends[last]]))?;
-        for end in ends[there..].iter().copied().chain([path.len()]) {
+        for (made, end) in ends[there..].iter().copied().chain([path.len()]).enumerate() {
+            if made >= levels_max {
+                return Err(io::ErrorKind::Interrupted.into());
+            }
             let path = &path[..end];
             let place = Place { dir, name: CString::new(split(path).1)? };
             self.make_early(&place, path)?;

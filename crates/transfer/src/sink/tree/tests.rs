@@ -499,3 +499,19 @@ fn paths_of_directories_without_records_are_kept_up_to_a_limit() {
     assert!(tree.make_directory(b"a", &Meta { mode: 0o040_755, ..Meta::default() }).unwrap(), "made by this job");
     assert_eq!(mode_of(&dir.path().join("a")) & 0o700, 0o700);
 }
+
+#[test]
+fn one_task_makes_a_limited_number_of_directories() {
+    let dir = tempfile::tempdir().unwrap();
+    let tree = tree(dir.path());
+    let deep = ["a"; 3 * LEVELS_AT_A_TIME + 1].join("/");
+    let depth = || std::iter::successors(Some(dir.path().join("a")), |path| Some(path.join("a")));
+    for part in 1..=3 {
+        assert!(!tree.make_part_above(format!("{deep}/f").as_bytes()).unwrap());
+        assert_eq!(depth().take_while(|path| path.exists()).count(), part * LEVELS_AT_A_TIME);
+    }
+    assert!(tree.make_part_above(format!("{deep}/f").as_bytes()).unwrap());
+    assert!(dir.path().join(&deep).is_dir());
+    // The directories of other entries are made with the entries.
+    assert!(tree.make_part_above(b"b/f").unwrap() && !dir.path().join("b").exists());
+}
