@@ -21,6 +21,13 @@ pub fn nanoseconds(time: rustix::fs::StatxTimestamp) -> i64 {
 }
 
 impl Identity {
+    /// A hash of the identity within its file system.
+    pub fn fingerprint(&self) -> u64 {
+        let mut hasher = blake3::Hasher::new();
+        hasher.update(&self.inode.to_le_bytes()).update(&self.born.to_le_bytes());
+        u64::from_le_bytes(hasher.finalize().as_bytes()[..8].try_into().expect("8 bytes"))
+    }
+
     /// A hash that also tells file systems apart.
     pub fn hash_on(&self, stat: &Statx) -> u64 {
         let mut hasher = blake3::Hasher::new();

@@ -388,7 +388,9 @@ mod tests {
         let (pending, run) = (Pending::default(), Arc::new(AtomicUsize::new(0)));
         let task = |pending: &Pending| {
             let run = Arc::clone(&run);
-            pending.when_room(move || drop(run.fetch_add(1, Ordering::SeqCst)));
+            pending.when_room(move || {
+                run.fetch_add(1, Ordering::SeqCst);
+            });
         };
         let runs = || run.load(Ordering::SeqCst);
         pending.change(|state| state.files = PENDING_MAX);

@@ -3,6 +3,7 @@
 
 use super::SessionEvent;
 use super::files::Files;
+use super::made::Made;
 use crate::filter::Filter;
 use crate::session::LocalError;
 use crate::wire::{KeepEnd, Meta, Record, ReportKind};
@@ -25,7 +26,9 @@ const ELSEWHERE_MAX: u64 = 256 << 20;
 /// Bytes of names to keep, in one directory or gathered at a time, beyond which nothing is removed from them.
 const KEEP_BYTES_MAX: usize = 256 << 20;
 /// Before each record: where the directory before it is, and what is known of its own.
-const LINK_LEN: u64 = 9;
+const LINK_LEN: u64 = 16;
+/// Fingerprint of a directory that the job has not made.
+const NOT_MADE: u64 = 0;
 /// There is none before it.
 const NOWHERE: u64 = u64::MAX;
 
@@ -51,13 +54,17 @@ impl Deferred {
         Deferred { spool: Spool::Memory(io::Cursor::default()), place, last_directory: NOWHERE, len: 0 }
     }
 
-    /// Keeps a record; `made` if it is of a directory that this session made.
-    pub(super) fn push(&mut self, record: &Record, made: bool) -> io::Result<()> {
+    /// Keeps a record; `made` if it is of a directory that the job made.
+    pub(super) fn push(&mut self, record: &Record, made: Option<Made>) -> io::Result<()> {
         let encoded = record.encode();
         let prefix = Record::prefix(encoded.len(), 0);
         let mut entry = Vec::with_capacity(LINK_LEN as usize + prefix.len() + encoded.len());
         entry.extend_from_slice(&self.last_directory.to_le_bytes());
-        entry.push(made.into());
+        let fingerprint = match made {
+            Some(Made::Done(fingerprint)) => fingerprint,
+            Some(Made::Begun(_)) | None => NOT_MADE,
+        };
+        entry.extend_from_slice(&fingerprint.to_le_bytes());
         entry.extend_from_slice(&prefix);
         entry.extend_from_slice(&encoded);
         if matches!(&self.spool, Spool::Memory(bytes) if bytes.get_ref().len() + entry.len() > IN_MEMORY) {
@@ -128,8 +135,8 @@ impl Deferred {
         Ok(())
     }
 
-    /// Calls `each` for all directories, the last first, and with whether this session made them.
-    fn directories_backwards(&mut self, mut each: impl FnMut(Vec<u8>, Meta, bool)) -> io::Result<()> {
+    /// Calls `each` for all directories, the last first.
+    fn directories_backwards(&mut self, mut each: impl FnMut(Vec<u8>, Meta, Option<Made>)) -> io::Result<()> {
         let mut at = self.last_directory;
         while at != NOWHERE {
             let entry = read_entry(&mut self.reader(at)?)?;
@@ -147,7 +154,7 @@ impl Deferred {
 
 struct Entry {
     record: Record,
-    made: bool,
+    made: Option<Made>,
     directory_before: u64,
     /// Bytes in the spool.
     len: u64,
@@ -165,7 +172,9 @@ fn read_entry(from: &mut impl Read) -> io::Result<Entry> {
     let (record, _, _) = Record::split_first(&whole).map_err(io::Error::other)?;
     Ok(Entry {
         record,
-        made: link[8] != 0,
+        made: Some(u64::from_le_bytes(link[8..16].try_into().expect("8 bytes")))
+            .filter(|fingerprint| *fingerprint != NOT_MADE)
+            .map(Made::Done),
         directory_before: u64::from_le_bytes(link[..8].try_into().expect("8 bytes")),
         len: LINK_LEN + whole.len() as u64,
     })
@@ -358,8 +367,8 @@ mod tests {
             let mut deferred = Deferred::new(&fd, elsewhere);
             for number in 0..count {
                 let link = Record::Link { path: number.to_string().into_bytes(), target: b"t".to_vec() };
-                deferred.push(&link, false).unwrap();
-                deferred.push(&dir(number), number % 3 == 0).unwrap();
+                deferred.push(&link, None).unwrap();
+                deferred.push(&dir(number), (number % 3 == 0).then_some(Made::Done(7))).unwrap();
             }
             assert_eq!(matches!(deferred.spool, Spool::File(_)), count > 10);
             let mut seen = 0;
@@ -375,7 +384,8 @@ mod tests {
             deferred
                 .directories_backwards(|path, _, made| {
                     seen -= 1;
-                    assert_eq!((path, made), (seen.to_string().into_bytes(), seen % 3 == 0));
+                    let expected = (seen % 3 == 0).then_some(Made::Done(7));
+                    assert_eq!((path, made), (seen.to_string().into_bytes(), expected));
                 })
                 .unwrap();
             assert_eq!(seen, 0);

@@ -6,6 +6,7 @@ use super::attributes::Shortcomings;
 use super::commit::{Committer, Content, Finished};
 use super::deferred::Deferred;
 use super::journal::{Earlier, Journal, Key, Range, Version, key_of};
+use super::made::Made;
 use super::reports::Reports;
 use super::scope::Scope;
 use super::tree::{Place, Tree, temp_name};
@@ -337,7 +338,7 @@ impl Files {
                     Err(e) => self.fail(&path, &e),
                 }
             }
-            Record::Link { .. } | Record::Keep { .. } => self.defer(&record, false),
+            Record::Link { .. } | Record::Keep { .. } => self.defer(&record, None),
         }
     }
 
@@ -349,7 +350,7 @@ impl Files {
                 self.counters.bytes.fetch_add(len, Ordering::Relaxed);
             }
             Record::Begin { file, .. } => self.opened(*file, b"", Ok(None)),
-            Record::Keep { .. } if !self.discard => self.defer(record, false),
+            Record::Keep { .. } if !self.discard => self.defer(record, None),
             Record::Keep { .. } => {}
             Record::Attributes { .. } => {}
             _ => drop(self.counters.others.fetch_add(1, Ordering::Relaxed)),
@@ -366,7 +367,7 @@ impl Files {
         }
     }
 
-    fn defer(&self, record: &Record, made: bool) {
+    fn defer(&self, record: &Record, made: Option<Made>) {
         let mut deferred = self.deferred.lock().expect("no panics under the lock");
         if let Err(e) = deferred.push(record, made) {
             self.events

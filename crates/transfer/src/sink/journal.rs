@@ -11,6 +11,7 @@
 //! A failed sync voids everything that is not in place: [`Journal::void`].
 
 use crate::auth::to_hex;
+use crate::sink::made::Made;
 use crate::sink::tree::{JOURNAL_PREFIX, JOURNAL_SUFFIX};
 use rustix::fs::{AtFlags, CWD, Mode, OFlags, Timespec, Timestamps};
 use std::collections::{HashMap, HashSet};
@@ -43,8 +44,12 @@ const PLACED: u8 = 4;
 const VOID: u8 = 5;
 /// The job has succeeded. Valid only as the last record of a journal: a later attempt appends a header after it.
 const COMPLETE: u8 = 6;
-/// A directory is about to be made. It has its attributes when [`SETTLED`] follows.
+/// A directory is about to be made, was made, or was not made, by the record's length field. It has its attributes when [`SETTLED`]
+/// follows.
 const DIRECTORY: u8 = 7;
+const DIRECTORY_BEGUN: u32 = 0;
+const DIRECTORY_MADE: u32 = 1;
+const DIRECTORY_NOT_MADE: u32 = 2;
 /// All directories recorded so far have their attributes.
 const SETTLED: u8 = 8;
 /// Highest type of a record.
@@ -93,7 +98,7 @@ pub(crate) struct Earlier {
     /// Large files with recorded ranges.
     unfinished: HashMap<Key, Unfinished>,
     /// Directories that an earlier attempt made and that may lack their attributes.
-    directories: HashSet<Key>,
+    directories: HashMap<Key, Made>,
 }
 
 /// A large file of which ranges are recorded.
@@ -130,7 +135,7 @@ impl Earlier {
     }
 
     /// Directories that an earlier attempt made and that may lack their attributes.
-    pub(crate) fn take_directories(&mut self) -> HashSet<Key> {
+    pub(crate) fn take_directories(&mut self) -> HashMap<Key, Made> {
         std::mem::take(&mut self.directories)
     }
 
@@ -309,9 +314,15 @@ impl Journal {
         self.state().voided = true;
     }
 
-    /// Records a directory before it is made. A later attempt applies the attributes of the source to it.
-    pub(crate) fn directory(&self, key: &Key) {
-        self.append(&record(DIRECTORY, key, 0, 0, 0, &[0; DIGEST_LEN]));
+    /// Records a directory: before it is made, and with its identity afterwards. A later attempt applies the attributes of the
+    /// source to it.
+    pub(crate) fn directory(&self, key: &Key, made: Made) {
+        self.append(&directory_record(key, made));
+    }
+
+    /// Records that a directory was not made: there was one already, or it failed.
+    pub(crate) fn no_directory(&self, key: &Key) {
+        self.append(&record(DIRECTORY, key, 0, 0, DIRECTORY_NOT_MADE, &[0; DIGEST_LEN]));
     }
 
     /// Records that all directories of the job have their attributes. A later attempt does not change them again.
@@ -355,7 +366,7 @@ impl Journal {
     /// Forgets the files of earlier attempts, and returns the rest of `earlier`: the directories, which stay recorded.
     pub(crate) fn restart(&self, earlier: Earlier) -> Earlier {
         let mut records = header().to_vec();
-        records.extend(earlier.directories.iter().flat_map(|key| record(DIRECTORY, key, 0, 0, 0, &[0; DIGEST_LEN])));
+        records.extend(earlier.directories.iter().flat_map(|(key, made)| directory_record(key, *made)));
         let mut state = self.state();
         let done = state.medium.keep(0).and_then(|()| state.medium.write_all(&records));
         state.position = records.len() as u64;
@@ -508,6 +519,13 @@ fn record(kind: u8, key: &Key, fingerprint: u64, number: u64, len: u32, digest: 
     out
 }
 
+fn directory_record(key: &Key, made: Made) -> [u8; RECORD_LEN] {
+    match made {
+        Made::Begun(at) => record(DIRECTORY, key, 0, at as u64, DIRECTORY_BEGUN, &[0; DIGEST_LEN]),
+        Made::Done(fingerprint) => record(DIRECTORY, key, fingerprint, 0, DIRECTORY_MADE, &[0; DIGEST_LEN]),
+    }
+}
+
 fn header() -> [u8; RECORD_LEN] {
     record(HEADER, &[0; 16], u64::from_le_bytes(MAGIC), 0, 0, &[0; DIGEST_LEN])
 }
@@ -587,7 +605,11 @@ impl Earlier {
                 }
             }
             VOID => self.unfinished.clear(),
-            DIRECTORY => drop(self.directories.insert(key)),
+            DIRECTORY => match range_of(record).len {
+                DIRECTORY_BEGUN => drop(self.directories.insert(key, Made::Begun(field(record, 28) as i64))),
+                DIRECTORY_MADE => drop(self.directories.insert(key, Made::Done(fingerprint))),
+                _ => drop(self.directories.remove(&key)),
+            },
             SETTLED => self.directories.clear(),
             _ => {}
         }
@@ -756,26 +778,27 @@ mod tests {
         let open = || {
             let (journal, mut earlier) = Journal::open(&fd, &[1; 16]).unwrap();
             assert!(earlier.is_empty(), "no file is recorded");
-            let mut keys: Vec<Key> = earlier.take_directories().into_iter().collect();
-            keys.sort_unstable();
-            (journal, keys)
+            (journal, earlier.take_directories())
         };
-        let mut keys = [key_of(b"a"), key_of(b"b")];
-        keys.sort_unstable();
+        let (a, b, c) = (key_of(b"a"), key_of(b"b"), key_of(b"c"));
+        let expected = HashMap::from([(a, Made::Begun(5)), (b, Made::Done(7))]);
         let (journal, ..) = open();
-        journal.directory(&keys[0]);
+        journal.directory(&a, Made::Begun(5));
         journal.void();
-        journal.directory(&keys[1]);
+        journal.directory(&b, Made::Begun(6));
+        journal.directory(&b, Made::Done(7));
+        journal.directory(&c, Made::Begun(8));
+        journal.no_directory(&c);
         drop(journal);
         let (journal, found) = open();
-        assert_eq!(found, keys, "a failed sync changes nothing");
+        assert_eq!(found, expected, "a failed sync changes nothing");
         drop(journal);
         // An attempt that forgets the files of earlier ones.
         let (journal, earlier) = Journal::open(&fd, &[1; 16]).unwrap();
-        assert_eq!(journal.restart(earlier).take_directories(), HashSet::from(keys));
+        assert_eq!(journal.restart(earlier).take_directories(), expected);
         drop(journal);
         let (journal, found) = open();
-        assert_eq!(found, keys);
+        assert_eq!(found, expected);
         journal.settled();
         drop(journal);
         assert!(open().1.is_empty());

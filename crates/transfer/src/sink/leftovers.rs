@@ -300,6 +300,7 @@ fn open_journal(dir: impl AsFd, name: &CStr) -> Option<(Found, Stat)> {
 mod tests {
     use super::*;
     use crate::sink::journal::{Journal, name_of};
+    use crate::sink::made::Made;
     use std::fs;
 
     fn temporary(dir: &Path, root: &Path, name: &str, job: &[u8; 16]) -> PathBuf {
@@ -314,7 +315,7 @@ mod tests {
     fn journal(root: &Path, job: &[u8; 16]) -> Journal {
         let fd: Arc<OwnedFd> = Arc::new(File::open(root).unwrap().into());
         let (journal, _) = Journal::open(&fd, job).unwrap();
-        journal.directory(&key_of(b"d"));
+        journal.directory(&key_of(b"d"), Made::Begun(0));
         journal
     }
 

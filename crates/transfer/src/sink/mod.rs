@@ -14,6 +14,7 @@ mod files;
 mod items;
 pub(crate) mod journal;
 pub mod leftovers;
+mod made;
 mod offers;
 pub(crate) mod readback;
 mod reports;

@@ -13,12 +13,13 @@ pub(crate) use names::{JOURNAL_PREFIX, JOURNAL_SUFFIX, OWN_AGE_MAX_S, is_own_nam
 
 use super::attributes::{Shortcomings, Told, Trust};
 use super::journal::{Journal, Key, key_of};
+use super::made::Made;
 use crate::wire::Meta;
 use durability::Changed;
 use names::is_fresh_own;
 use rustix::fs::{AtFlags, FileType, Mode, OFlags};
 use rustix::io::Errno;
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::ffi::{CStr, CString};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -61,7 +62,7 @@ pub(crate) struct Tree {
     /// Directories made for entries in them before their own records were taken. Until then only their owner has rights to them.
     early: Mutex<Early>,
     /// Directories made by earlier sessions of the job. One is removed when its record is taken.
-    made_before: Mutex<HashSet<Key>>,
+    made_before: Mutex<HashMap<Key, Made>>,
     /// A directory lacks attributes that a later attempt can give it.
     is_unsettled: AtomicBool,
     /// Records the directories that are made.
@@ -85,18 +86,16 @@ const LEVELS_AT_A_TIME: usize = 32;
 /// Directories that were made before their records.
 #[derive(Default)]
 struct Early {
-    paths: HashSet<Vec<u8>>,
+    paths: HashMap<Vec<u8>, Made>,
     /// Of all paths.
     bytes: usize,
 }
 
 impl Early {
-    fn remove(&mut self, path: &[u8]) -> bool {
-        let was_there = self.paths.remove(path);
-        if was_there {
-            self.bytes -= path.len();
-        }
-        was_there
+    fn remove(&mut self, path: &[u8]) -> Option<Made> {
+        let made = self.paths.remove(path)?;
+        self.bytes -= path.len();
+        Some(made)
     }
 }
 
@@ -112,7 +111,7 @@ impl Tree {
         root: Arc<OwnedFd>,
         manner: Manner,
         journal: Option<Arc<Journal>>,
-        made_before: HashSet<Key>,
+        made_before: HashMap<Key, Made>,
     ) -> Tree {
         Tree {
             root,
@@ -192,12 +191,12 @@ impl Tree {
     /// Makes a directory whose record has not come.
     fn make_early(&self, place: &Place, path: &[u8]) -> io::Result<()> {
         let mut early = self.early.lock().expect("no panics under the lock");
-        if self.make_in_place(place, path, Mode::RWXU)? {
+        if let Some(made) = self.make_in_place(place, path, Mode::RWXU)? {
             if early.bytes + path.len() <= EARLY_BYTES_MAX {
                 early.bytes += path.len();
-                early.paths.insert(path.to_vec());
+                early.paths.insert(path.to_vec(), made);
             } else {
-                self.made_before.lock().expect("no panics under the lock").insert(key_of(path));
+                self.made_before.lock().expect("no panics under the lock").insert(key_of(path), made);
             }
             self.remember(&place.dir, &place.name);
             self.change(split(path).0);
@@ -205,27 +204,18 @@ impl Tree {
         Ok(())
     }
 
-    /// Makes a directory. An entry of another type, a link to a directory included, gives way. False if there is a directory.
-    fn make_in_place(&self, place: &Place, path: &[u8], mode: Mode) -> io::Result<bool> {
+    /// Makes a directory. An entry of another type, a link to a directory included, gives way. `None` if there is a directory.
+    fn make_in_place(&self, place: &Place, path: &[u8], mode: Mode) -> io::Result<Option<Made>> {
         let stat = || rustix::fs::statat(&place.dir, &place.name, AtFlags::SYMLINK_NOFOLLOW);
-        let make = || {
-            // Recorded first: a session that ends between the two leaves no directory without a record.
-            if let Some(journal) = &self.journal {
-                journal.directory(&key_of(path));
-            }
-            self.writing(split(path).0, || rustix::fs::mkdirat(&place.dir, &place.name, mode))
-        };
-        if stat().is_err() {
-            match make() {
-                Ok(()) => return Ok(true),
-                Err(Errno::EXIST) => {}
-                Err(e) => return Err(e.into()),
-            }
+        if stat().is_err()
+            && let Some(made) = self.make_new(place, path, mode)?
+        {
+            return Ok(Some(made));
         }
         // Workers can find the same entry in the way.
         let _replacing = self.replacing.lock().expect("no panics under the lock");
         match stat() {
-            Ok(stat) if FileType::from_raw_mode(stat.st_mode).is_dir() => return Ok(false),
+            Ok(stat) if FileType::from_raw_mode(stat.st_mode).is_dir() => return Ok(None),
             Ok(_) if self.manner.destination.as_deref() == Some(path) => {
                 let why = "destination exists and is not a directory; a directory does not replace it";
                 return Err(io::Error::new(io::ErrorKind::AlreadyExists, why));
@@ -234,11 +224,37 @@ impl Tree {
             Err(Errno::NOENT) => {}
             Err(e) => return Err(e.into()),
         }
-        match make() {
-            Ok(()) => Ok(true),
-            Err(Errno::EXIST) => Ok(false),
-            Err(e) => Err(e.into()),
+        self.make_new(place, path, mode)
+    }
+
+    /// Makes a directory where nothing is. `None` if something has got there first.
+    fn make_new(&self, place: &Place, path: &[u8], mode: Mode) -> io::Result<Option<Made>> {
+        let journal = self.journal.as_ref().map(|journal| (journal, key_of(path)));
+        // Recorded first: a session that ends between the two leaves no directory without a record.
+        if let Some((journal, key)) = &journal {
+            journal.directory(key, Made::Begun(Made::now()));
         }
+        let made = match self.writing(split(path).0, || rustix::fs::mkdirat(&place.dir, &place.name, mode)) {
+            Ok(()) => {
+                Identity::of(&place.dir, &place.name).map(|(identity, _)| Some(Made::Done(identity.fingerprint())))
+            }
+            Err(Errno::EXIST) => Ok(None),
+            Err(e) => Err(e.into()),
+        };
+        if let Some((journal, key)) = &journal {
+            match made {
+                Ok(Some(made)) => journal.directory(key, made),
+                _ => journal.no_directory(key),
+            }
+        }
+        made
+    }
+
+    /// Opens a directory of the job to change it. `None` if it is not the one that was made.
+    fn open_made(&self, path: &[u8], made: Made) -> io::Result<Option<Arc<OwnedFd>>> {
+        let dir = self.open_to_write(path)?;
+        let (identity, stat) = Identity::of(&dir, c"")?;
+        Ok(made.is(identity, &stat).then_some(dir))
     }
 
     fn open_directory(&self, path: &[u8]) -> io::Result<Arc<OwnedFd>> {
@@ -319,44 +335,53 @@ impl Tree {
     }
 
     /// Makes a directory that its owner can write to until its attributes are applied. What is there and no
-    /// directory, a link to one included, gives way. Whether it was made.
-    pub(crate) fn make_directory(&self, path: &[u8], meta: &Meta) -> io::Result<bool> {
+    /// directory, a link to one included, gives way. `None` if the job has not made it.
+    pub(crate) fn make_directory(&self, path: &[u8], meta: &Meta) -> io::Result<Option<Made>> {
         if path.is_empty() {
-            return Ok(false);
+            return Ok(None);
         }
         let place = self.place(path)?;
         let (parent, _) = split(path);
         let mode = meta.mode & 0o777 | 0o700;
-        let is_new = self.make_in_place(&place, path, Mode::from_raw_mode(mode))?;
-        let was_early = self.early.lock().expect("no panics under the lock").remove(path);
-        let was_before = self.made_before.lock().expect("no panics under the lock").remove(&key_of(path));
-        if !is_new && (was_early || was_before) {
-            self.set_permissions(path, mode & !self.umask)?;
-        }
+        let new = self.make_in_place(&place, path, Mode::from_raw_mode(mode))?;
+        let early = self.early.lock().expect("no panics under the lock").remove(path);
+        let before = self.made_before.lock().expect("no panics under the lock").remove(&key_of(path));
+        let made = match (new, early.or(before)) {
+            (None, Some(earlier)) => match self.open_made(path, earlier)? {
+                Some(dir) => {
+                    self.set_permissions(&dir, mode & !self.umask)?;
+                    Some(Made::Done(Identity::of(&dir, c"")?.0.fingerprint()))
+                }
+                None => None,
+            },
+            (new, _) => new,
+        };
         self.remember(&place.dir, &place.name);
-        let made = is_new || was_early || was_before;
-        if made {
+        if made.is_some() {
             self.change(parent);
         }
         Ok(made)
     }
 
     /// Sets the permissions of a directory. Its set-group-id bit comes from the directory above.
-    fn set_permissions(&self, path: &[u8], mode: u32) -> io::Result<()> {
-        let dir = self.open_to_write(path)?;
-        let now = rustix::fs::fstat(&*dir)?.st_mode & 0o7777;
+    fn set_permissions(&self, dir: &OwnedFd, mode: u32) -> io::Result<()> {
+        let now = rustix::fs::fstat(dir)?.st_mode & 0o7777;
         let wanted = mode | now & 0o2000;
         if wanted != now {
-            rustix::fs::fchmod(&*dir, Mode::from_raw_mode(wanted))?;
+            rustix::fs::fchmod(dir, Mode::from_raw_mode(wanted))?;
         }
-        self.sync_if_by_file(&*dir);
+        self.sync_if_by_file(dir);
         Ok(())
     }
 
     /// Sets the permissions of directories without records. Returns those that failed.
     pub(crate) fn finish_early(&self) -> Vec<(Vec<u8>, io::Error)> {
         let early = std::mem::take(&mut *self.early.lock().expect("no panics under the lock"));
-        let set = |path: Vec<u8>| self.set_permissions(&path, 0o777 & !self.umask).err().map(|e| (path, e));
+        let set = |(path, made): (Vec<u8>, Made)| {
+            let dir = self.open_made(&path, made);
+            let set = dir.and_then(|dir| dir.map_or(Ok(()), |dir| self.set_permissions(&dir, 0o777 & !self.umask)));
+            set.err().map(|e| (path, e))
+        };
         early.paths.into_iter().filter_map(set).collect()
     }
 
@@ -372,14 +397,15 @@ impl Tree {
         }
     }
 
-    /// Applies a directory's attributes, when nothing more is put into it. `made` if this session made it.
-    pub(crate) fn finish_directory(&self, path: &[u8], meta: &Meta, made: bool) -> io::Result<Shortcomings> {
+    /// Applies a directory's attributes, when nothing more is put into it. `made` if the job made it.
+    pub(crate) fn finish_directory(&self, path: &[u8], meta: &Meta, made: Option<Made>) -> io::Result<Shortcomings> {
         // A peer that may only add leaves existing entries as they are.
-        let is_ours_to_change = made || (self.manner.preserve && self.manner.replace);
-        if !is_ours_to_change {
-            return Ok(Shortcomings::default());
-        }
-        let dir = self.open_to_write(path)?;
+        let opened = match made {
+            _ if self.manner.preserve && self.manner.replace => Some(self.open_to_write(path)?),
+            Some(made) => self.open_made(path, made)?,
+            None => None,
+        };
+        let Some(dir) = opened else { return Ok(Shortcomings::default()) };
         self.change(path);
         // The mode that it had is not to come back.
         self.unlocked.lock().expect("no panics under the lock").retain(|(unlocked, _)| unlocked != path);
@@ -388,8 +414,7 @@ impl Tree {
             self.sync_if_by_file(&*dir);
             return Ok(short);
         }
-        drop(dir);
-        self.set_permissions(path, self.mode(meta))?;
+        self.set_permissions(&dir, self.mode(meta))?;
         Ok(Shortcomings::default())
     }
 

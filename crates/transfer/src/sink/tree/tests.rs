@@ -15,7 +15,7 @@ fn tree_with(dir: &Path, preserve: bool, delete: bool, trust: Trust) -> Tree {
         destination: None,
         trust,
     };
-    Tree::new(Arc::new(fs::File::open(dir).unwrap().into()), manner, None, HashSet::new())
+    Tree::new(Arc::new(fs::File::open(dir).unwrap().into()), manner, None, HashMap::new())
 }
 
 fn tree(dir: &Path) -> Tree {
@@ -58,7 +58,7 @@ fn a_directory_takes_the_place_of_a_link_but_not_of_a_device() {
     fs::write(dir.path().join("real/precious"), "").unwrap();
     symlink("real", dir.path().join("link")).unwrap();
     let tree = tree_with(dir.path(), false, true, Trust::Operator);
-    assert!(tree.make_directory(b"link", &Meta::default()).unwrap(), "made again");
+    assert!(tree.make_directory(b"link", &Meta::default()).unwrap().is_some(), "made again");
     assert!(dir.path().join("link").symlink_metadata().unwrap().is_dir());
     let keep = HashSet::new();
     tree.prune(
@@ -83,7 +83,10 @@ fn missing_parents_are_made_and_types_change_as_in_a_mirror() {
     with(false).make_directory(b"a/b/c", &Meta::default()).unwrap();
     with(false).make_directory(b"a/b/c", &Meta::default()).unwrap();
     fs::write(dir.path().join("file"), "").unwrap();
-    assert!(with(false).make_directory(b"file", &Meta::default()).unwrap(), "a file gives way to a directory");
+    assert!(
+        with(false).make_directory(b"file", &Meta::default()).unwrap().is_some(),
+        "a file gives way to a directory"
+    );
     let put = |delete: bool, name: &str| {
         let identity = file(dir.path(), ".temp", 0o644);
         let tree = with(delete);
@@ -117,11 +120,11 @@ fn without_preserve_what_is_there_keeps_its_permissions() {
     assert_eq!(mode("secret"), 0o600);
     assert_eq!(fs::read(dir.path().join("secret")).unwrap(), b".temp");
     let open = Meta { mode: 0o040_755, ..Meta::default() };
-    assert!(!tree.make_directory(b"private", &open).unwrap());
-    tree.finish_directory(b"private", &open, false).unwrap();
+    assert!(tree.make_directory(b"private", &open).unwrap().is_none());
+    tree.finish_directory(b"private", &open, None).unwrap();
     assert_eq!(mode("private"), 0o2700);
-    assert!(tree.make_directory(b"private/inner", &open).unwrap());
-    tree.finish_directory(b"private/inner", &open, true).unwrap();
+    let made = tree.make_directory(b"private/inner", &open).unwrap();
+    tree.finish_directory(b"private/inner", &open, Some(made.unwrap())).unwrap();
     assert_eq!(mode("private/inner") & 0o2000, 0o2000, "the set-group-id bit is inherited");
 }
 
@@ -268,7 +271,7 @@ fn one_entry_of_a_copy_does_not_take_the_place_of_another() {
     tree.make_directory(b"d", &Meta::default()).unwrap();
     fs::write(dir.path().join("d/inner"), "").unwrap();
     assert!(put(c"d", "file").is_err() && dir.path().join("d/inner").exists());
-    assert!(!tree.make_directory(b"d", &Meta::default()).unwrap(), "directories become one");
+    assert!(tree.make_directory(b"d", &Meta::default()).unwrap().is_none(), "directories become one");
 }
 
 #[test]
@@ -328,8 +331,8 @@ fn a_directory_that_was_made_for_its_first_file_counts_as_made() {
     fs::write(dir.path().join("a"), "in the way").unwrap();
     for (path, first) in [(&b"a/b"[..], &b"a/b/file"[..]), (b"new", b"new/file")] {
         tree.place(first).unwrap();
-        assert!(tree.make_directory(path, &Meta::default()).unwrap(), "once");
-        assert!(!tree.make_directory(path, &Meta::default()).unwrap(), "not twice");
+        assert!(tree.make_directory(path, &Meta::default()).unwrap().is_some(), "once");
+        assert!(tree.make_directory(path, &Meta::default()).unwrap().is_none(), "not twice");
     }
     let device = dir.path().join("device");
     symlink("/dev/null", &device).unwrap();
@@ -356,7 +359,7 @@ fn links_to_devices_are_refused_only_if_the_command_may_name_them() {
             destination: None,
             trust: Trust::Operator,
         };
-        let tree = Tree::new(root, manner, None, HashSet::new());
+        let tree = Tree::new(root, manner, None, HashMap::new());
         assert_eq!(tree.make_directory(b"link", &Meta::default()).is_err(), is_refused);
         assert!(tree.make_directory(b"d/link", &Meta::default()).is_ok());
     }
@@ -401,17 +404,18 @@ fn directories_of_an_interrupted_session_get_their_attributes_from_the_next() {
         for attempt in 0..2 {
             // Before the attributes are applied, and after it.
             let tree = session();
-            assert!(tree.make_directory(b"d/inner", &meta).unwrap(), "made by this job");
+            let made = tree.make_directory(b"d/inner", &meta).unwrap();
+            assert!(made.is_some(), "made by this job");
             assert_eq!(mode_of(&path) & !expected & !0o700, 0, "not wider than it is to be");
-            assert!(!tree.make_directory(b"other", &meta).unwrap(), "was there before the job");
+            assert!(tree.make_directory(b"other", &meta).unwrap().is_none(), "was there before the job");
             if attempt == 1 {
-                tree.finish_directory(b"d/inner", &meta, true).unwrap();
+                tree.finish_directory(b"d/inner", &meta, made).unwrap();
                 tree.settle();
             }
         }
         assert_eq!(mode_of(&path), expected);
         let tree = session();
-        assert!(!tree.make_directory(b"d/inner", &meta).unwrap(), "is there with its attributes");
+        assert!(tree.make_directory(b"d/inner", &meta).unwrap().is_none(), "is there with its attributes");
         assert!(tree.finish_early().is_empty());
         assert_eq!(mode_of(&dir.path().join("other")), 0o750);
     }
@@ -458,7 +462,7 @@ fn a_source_without_rights_links_only_to_files_of_its_own_job() {
             destination: None,
             trust,
         };
-        let tree = Tree::new(root, manner, None, HashSet::new());
+        let tree = Tree::new(root, manner, None, HashMap::new());
         let linked = tree.link(b"link", b"secret");
         assert_eq!(linked.is_ok(), replace && readable, "{linked:?}");
         assert_eq!(dir.path().join("link").exists(), linked.is_ok());
@@ -485,7 +489,7 @@ fn a_directory_replaces_entries_below_the_destination_but_not_the_destination() 
         assert!(tree.place(format!("{name}/file").as_bytes()).is_err(), "before its record");
         assert_eq!(fs::read_to_string(dir.path().join(name)).unwrap(), "precious");
     }
-    assert!(tree.make_directory(b"other", &Meta::default()).unwrap());
+    assert!(tree.make_directory(b"other", &Meta::default()).unwrap().is_some());
 }
 
 #[test]
@@ -496,7 +500,10 @@ fn paths_of_directories_without_records_are_kept_up_to_a_limit() {
     let deep = [&b"a/"[..]; 500].concat();
     tree.place(&[&deep, &b"file"[..]].concat()).unwrap();
     assert!(tree.early.lock().unwrap().paths.is_empty());
-    assert!(tree.make_directory(b"a", &Meta { mode: 0o040_755, ..Meta::default() }).unwrap(), "made by this job");
+    assert!(
+        tree.make_directory(b"a", &Meta { mode: 0o040_755, ..Meta::default() }).unwrap().is_some(),
+        "made by this job"
+    );
     assert_eq!(mode_of(&dir.path().join("a")) & 0o700, 0o700);
 }
 
@@ -514,4 +521,45 @@ fn one_task_makes_a_limited_number_of_directories() {
     assert!(dir.path().join(&deep).is_dir());
     // The directories of other entries are made with the entries.
     assert!(tree.make_part_above(b"b/f").unwrap() && !dir.path().join("b").exists());
+}
+
+/// Another user replaces the directories of a job, within a session and between two.
+#[test]
+fn attributes_of_a_job_go_to_its_own_directories_only() {
+    for (name, preserve) in [("a", false), ("b", true)] {
+        let dir = tempfile::tempdir().unwrap();
+        let root: Arc<OwnedFd> = Arc::new(fs::File::open(dir.path()).unwrap().into());
+        let session = || {
+            let (journal, mut earlier) = Journal::open(&root, &[1; 16]).unwrap();
+            let mut tree = tree_with(dir.path(), preserve, false, Trust::Operator);
+            tree.manner.replace = false;
+            tree.journal = Some(Arc::new(journal));
+            tree.made_before = Mutex::new(earlier.take_directories());
+            tree
+        };
+        let (path, meta) = (dir.path().join(name), Meta { mode: 0o040_777, ..Meta::default() });
+        let replace = || {
+            fs::rename(&path, dir.path().join("old")).unwrap();
+            fs::create_dir(&path).unwrap();
+            fs::set_permissions(&path, fs::Permissions::from_mode(0o700)).unwrap();
+            fs::remove_dir(dir.path().join("old")).unwrap();
+        };
+        let tree = session();
+        let made = tree.make_directory(name.as_bytes(), &meta).unwrap();
+        assert!(made.is_some());
+        replace();
+        // A second record of the directory does not make it one of the job.
+        assert!(tree.make_directory(name.as_bytes(), &meta).unwrap().is_none());
+        tree.finish_directory(name.as_bytes(), &meta, made).unwrap();
+        drop(tree);
+        let tree = session();
+        assert!(tree.make_directory(name.as_bytes(), &meta).unwrap().is_none(), "made by another user");
+        drop(tree);
+        fs::remove_dir(&path).unwrap();
+        let tree = session();
+        tree.place(format!("{name}/file").as_bytes()).unwrap();
+        replace();
+        assert!(tree.finish_early().is_empty());
+        assert_eq!(mode_of(&path), 0o700);
+    }
 }
