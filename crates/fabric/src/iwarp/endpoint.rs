@@ -25,7 +25,9 @@ use thruway_rdma_types::{
 use thruway_tcp::PathInfo;
 
 /// Most bytes received or sent for one queue pair in one call of the driver. Other queue pairs and the caller wait for it.
-const TURN: usize = 256 << 10;
+///
+/// In unit tests, less than the smallest receive buffer of a socket.
+const TURN: usize = if cfg!(test) { 16 << 10 } else { 256 << 10 };
 /// Most system calls to receive for one queue pair in one call of the driver. A short frame can take a system call of its own.
 const RECEIVES_TURN: usize = 64;
 /// How long a failed connection waits for the peer to read our Terminate and close.
