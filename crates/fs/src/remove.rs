@@ -25,10 +25,13 @@ pub struct Removed {
     pub failure: Option<(Vec<u8>, io::Error)>,
 }
 
+/// Selects entries by path. The second argument looks up whether the entry is a directory.
+pub type Spares<'a> = dyn Fn(&[u8], &dyn Fn() -> bool) -> bool + 'a;
+
 /// How to remove.
 pub struct Remover<'a> {
     /// Whether the entry with this path is left alone, with all beneath it.
-    pub spares: &'a dyn Fn(&[u8]) -> bool,
+    pub spares: &'a Spares<'a>,
     /// Count, remove nothing.
     pub dry_run: bool,
     /// Set to stop.
@@ -73,7 +76,7 @@ impl Remover<'_> {
     fn entry(&self, dir: impl AsFd, name: &CStr, path: &mut Vec<u8>, removed: &mut Removed) -> io::Result<()> {
         let top_len = path.len();
         push(path, top_len, name);
-        if (self.spares)(path) {
+        if (self.spares)(path, &|| is_directory(&dir, name)) {
             removed.left += 1;
             return Ok(());
         }
@@ -114,7 +117,7 @@ impl Remover<'_> {
             };
             let len = top.path_len;
             push(path, len, &name);
-            if (self.spares)(path) {
+            if (self.spares)(path, &|| is_directory(&fd, &name)) {
                 top.stays = true;
                 removed.left += 1;
                 path.truncate(len);
@@ -232,6 +235,12 @@ impl Remover<'_> {
     }
 }
 
+/// True as well if that cannot be found out.
+fn is_directory(dir: impl AsFd, name: &CStr) -> bool {
+    let stat = rustix::fs::statat(dir, name, AtFlags::SYMLINK_NOFOLLOW);
+    stat.map_or(true, |stat| rustix::fs::FileType::from_raw_mode(stat.st_mode).is_dir())
+}
+
 fn identity(stat: &Stat) -> (u64, u64) {
     (stat.st_dev, stat.st_ino)
 }
@@ -280,7 +289,7 @@ mod tests {
         fs::write(dir.path().join("d/file"), "").unwrap();
         for dry_run in [true, false] {
             let removed =
-                Remover { spares: &|_| false, dry_run, is_over: &NEVER, on_removed: &|_| () }.remove(&fd, c"d", b"");
+                Remover { spares: &|_, _| false, dry_run, is_over: &NEVER, on_removed: &|_| () }.remove(&fd, c"d", b"");
             assert!(removed.failure.is_none(), "{removed:?}");
             assert_eq!((removed.count, removed.left), (5003, 0), "dry run: {dry_run}");
         }
@@ -294,7 +303,7 @@ mod tests {
         fs::create_dir(dir.path().join("d")).unwrap();
         fs::write(dir.path().join("d/file"), "").unwrap();
         let is_over = AtomicBool::new(true);
-        let removed = Remover { spares: &|_| false, dry_run: false, is_over: &is_over, on_removed: &|_| () }
+        let removed = Remover { spares: &|_, _| false, dry_run: false, is_over: &is_over, on_removed: &|_| () }
             .remove(&fd, c"d", b"");
         assert!(removed.failure.is_some() && dir.path().join("d/file").exists());
     }
@@ -308,7 +317,7 @@ mod tests {
             fs::create_dir_all(path.parent().unwrap()).unwrap();
             fs::write(path, "").unwrap();
         }
-        let spares = |path: &[u8]| path.ends_with(b".log") || path == b"top/.snapshots";
+        let spares = |path: &[u8], _: &dyn Fn() -> bool| path.ends_with(b".log") || path == b"top/.snapshots";
         let removed =
             Remover { spares: &spares, dry_run: false, is_over: &NEVER, on_removed: &|_| () }.remove(&fd, c"top", b"");
         assert!(removed.failure.is_none());

@@ -2,6 +2,9 @@
 
 use crate::wire::TreeOptions;
 use globset::{Glob, GlobSet, GlobSetBuilder};
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
 
 /// A pattern that cannot be used.
 #[derive(Debug, Clone, thiserror::Error)]
@@ -22,38 +25,56 @@ pub enum FilterError {
 
 /// Decides which entries of a tree take part.
 pub struct Filter {
-    include: GlobSet,
-    exclude: GlobSet,
+    include: Patterns,
+    exclude: Patterns,
+}
+
+/// The patterns of one option.
+struct Patterns {
+    entries: GlobSet,
+    /// Those that end with a slash.
+    directories: GlobSet,
+}
+
+impl Patterns {
+    fn new(patterns: &[String]) -> Result<Patterns, FilterError> {
+        let (mut entries, mut directories) = (GlobSetBuilder::new(), GlobSetBuilder::new());
+        for pattern in patterns {
+            let name = pattern.trim_end_matches('/');
+            let glob = match name.contains('/') {
+                true => Glob::new(name.trim_start_matches('/')),
+                false => Glob::new(&format!("**/{name}")),
+            };
+            let glob = glob.map_err(|source| FilterError::Pattern { pattern: pattern.clone(), source })?;
+            if name.len() < pattern.len() {
+                directories.add(glob)
+            } else {
+                entries.add(glob)
+            };
+        }
+        let build = |builder: GlobSetBuilder| builder.build().map_err(FilterError::Set);
+        Ok(Patterns { entries: build(entries)?, directories: build(directories)? })
+    }
+
+    fn matches(&self, path: &Path, is_dir: &dyn Fn() -> bool) -> bool {
+        self.entries.is_match(path) || (self.directories.is_match(path) && is_dir())
+    }
 }
 
 impl Filter {
-    /// Builds the filter. A pattern with a slash matches the path below the source, one without
-    /// matches names anywhere.
+    /// Builds the filter. A pattern with a slash before its last character matches the path below the source, one without
+    /// matches names anywhere. One that ends with a slash matches directories only.
     ///
     /// # Errors
     /// [`FilterError`].
     pub fn new(options: &TreeOptions) -> Result<Filter, FilterError> {
-        let set = |patterns: &[String]| {
-            let mut builder = GlobSetBuilder::new();
-            for pattern in patterns {
-                let anywhere = if pattern.contains('/') {
-                    pattern.trim_start_matches('/').to_string()
-                } else {
-                    format!("**/{pattern}")
-                };
-                let glob = Glob::new(anywhere.trim_end_matches('/'));
-                builder.add(glob.map_err(|source| FilterError::Pattern { pattern: pattern.clone(), source })?);
-            }
-            builder.build().map_err(FilterError::Set)
-        };
-        Ok(Filter { include: set(&options.include)?, exclude: set(&options.exclude)? })
+        Ok(Filter { include: Patterns::new(&options.include)?, exclude: Patterns::new(&options.exclude)? })
     }
 
-    /// Whether the entry at `path`, relative to the source, takes part.
-    pub fn takes(&self, path: &[u8]) -> bool {
-        use std::os::unix::ffi::OsStrExt;
-        let path = std::path::Path::new(std::ffi::OsStr::from_bytes(path));
-        !self.exclude.is_match(path) || self.include.is_match(path)
+    /// Whether the entry at `path`, relative to the source, takes part. `is_dir` is called if that depends on the type.
+    pub fn takes(&self, path: &[u8], is_dir: &dyn Fn() -> bool) -> bool {
+        let path = Path::new(OsStr::from_bytes(path));
+        !self.exclude.matches(path, is_dir) || self.include.matches(path, is_dir)
     }
 }
 
@@ -70,11 +91,26 @@ mod tests {
         };
         let filter = Filter::new(&options).unwrap();
         for taken in [&b"a.c"[..], b"src/keep.o", b"src/target", b"a/doc/x.tmp"] {
-            assert!(filter.takes(taken), "{taken:?}");
+            assert!(filter.takes(taken, &|| false), "{taken:?}");
         }
         for left in [&b"a.o"[..], b"x/y/a.o", b"target", b"doc/x.tmp"] {
-            assert!(!filter.takes(left), "{left:?}");
+            assert!(!filter.takes(left, &|| false), "{left:?}");
         }
+    }
+
+    #[test]
+    fn a_slash_at_the_end_matches_directories_only() {
+        let filter = |include: &str, exclude: &str| {
+            let list = |pattern: &str| pattern.split_whitespace().map(String::from).collect();
+            Filter::new(&TreeOptions { include: list(include), exclude: list(exclude), ..TreeOptions::default() })
+                .unwrap()
+        };
+        let taken = |filter: &Filter, path: &str| [true, false].map(|is_dir| filter.takes(path.as_bytes(), &|| is_dir));
+        let directories = filter("*/", "*");
+        assert_eq!((taken(&directories, "a"), taken(&directories, "a/b")), ([true, false], [true, false]));
+        let builds = filter("", "target/ /top/x/");
+        assert_eq!((taken(&builds, "a/target"), taken(&builds, "target")), ([false, true], [false, true]));
+        assert_eq!((taken(&builds, "top/x"), taken(&builds, "a/top/x")), ([false, true], [true, true]));
     }
 
     #[test]

@@ -296,7 +296,7 @@ impl Files {
 
     fn remove(&self, deferred: &mut Deferred, lists: &HashMap<Vec<u8>, u32>) -> io::Result<()> {
         let filter = Filter::new(&self.params.options).map_err(io::Error::other)?;
-        let spares = |path: &[u8]| !filter.takes(path);
+        let spares = |path: &[u8], is_dir: &dyn Fn() -> bool| !filter.takes(path, is_dir);
         // First part of the reported paths, which patterns do not apply to.
         let top: RefCell<Vec<u8>> = RefCell::default();
         let itemize = |path: &[u8]| {

@@ -375,7 +375,9 @@ impl Walker {
                 }
             }
             let inner = join(below, name.to_bytes());
-            if !self.filter.takes(&inner) {
+            let stat = || rustix::fs::statat(dir, &name, AtFlags::SYMLINK_NOFOLLOW);
+            let is_dir = || stat().is_ok_and(|stat| FileType::from_raw_mode(stat.st_mode).is_dir());
+            if !self.filter.takes(&inner, &is_dir) {
                 continue;
             }
             let target = join(to, &inner);
@@ -383,7 +385,7 @@ impl Walker {
                 self.tell(&target, ReportKind::LeftOut, UNFINISHED);
                 continue;
             }
-            match rustix::fs::statat(dir, &name, AtFlags::SYMLINK_NOFOLLOW) {
+            match stat() {
                 Ok(_) if target.len() > crate::wire::PATH_MAX => {
                     let most = crate::wire::PATH_MAX;
                     self.tell(&target, ReportKind::NotListed, format!("the path is longer than {most} bytes"));

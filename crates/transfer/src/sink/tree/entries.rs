@@ -131,7 +131,8 @@ impl Tree {
             FileType::Directory => match rustix::fs::unlinkat(&place.dir, &place.name, AtFlags::REMOVEDIR) {
                 Ok(()) => Ok(()),
                 Err(Errno::NOTEMPTY | Errno::EXIST) if self.manner.delete => {
-                    let remover = Remover { spares: &|_| false, dry_run: false, is_over: &NEVER, on_removed: &|_| () };
+                    let remover =
+                        Remover { spares: &|_, _| false, dry_run: false, is_over: &NEVER, on_removed: &|_| () };
                     let removed = remover.remove(&place.dir, &place.name, b"");
                     removed.failure.map_or(Ok(()), |(_, e)| Err(e))
                 }

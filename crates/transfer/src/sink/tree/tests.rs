@@ -66,7 +66,7 @@ fn a_directory_takes_the_place_of_a_link_but_not_of_a_device() {
         b"",
         &keep,
         c"journal",
-        &Remover { spares: &|_| false, dry_run: false, is_over: &NEVER, on_removed: &|_| () },
+        &Remover { spares: &|_, _| false, dry_run: false, is_over: &NEVER, on_removed: &|_| () },
     )
     .unwrap();
     assert!(dir.path().join("real/precious").exists());
@@ -196,7 +196,7 @@ fn pruning_removes_all_but_what_is_kept_and_what_may_be_in_use() {
                 b"",
                 &keep,
                 c".own",
-                &Remover { spares: &|_| false, dry_run, is_over: &NEVER, on_removed: &|_| () },
+                &Remover { spares: &|_, _| false, dry_run, is_over: &NEVER, on_removed: &|_| () },
             )
             .unwrap();
         assert_eq!((removed.count, removed.left), (4, 0));
@@ -289,7 +289,7 @@ fn what_came_with_a_copy_is_not_removed_by_it() {
             b"",
             &keep,
             c".own",
-            &Remover { spares: &|_| false, dry_run: false, is_over: &NEVER, on_removed: &|_| () },
+            &Remover { spares: &|_, _| false, dry_run: false, is_over: &NEVER, on_removed: &|_| () },
         )
         .unwrap();
     assert_eq!((removed.count, removed.left), (1, 1));
