@@ -26,7 +26,7 @@ use thruway_transfer::client::{self, Finished, Job, Local, Remote};
 use thruway_transfer::filter::Filter;
 use thruway_transfer::link::Transport;
 use thruway_transfer::session::{NOT_KEPT, OnReport, PipelineSet, Progress};
-use thruway_transfer::sink::Prepared;
+use thruway_transfer::sink::{self, Prepared};
 use thruway_transfer::wire::{Direct, ReportKind, SourceSpec, TreeOptions};
 
 /// Arguments of `thruway cp`.
@@ -257,7 +257,7 @@ fn copy(args: &CpArgs, common: &Common, sources: &[Given<'_>], target: &Given<'_
         let is_glob = pulls && report.path.iter().any(|byte| b"*?[".contains(byte));
         let message = match limits::remedy(&message) {
             Some(remedy) => format!("{message}; {remedy}"),
-            None if is_glob && report.kind == ReportKind::NotListed => {
+            None if is_glob && report.kind == ReportKind::Refused => {
                 format!(
                     "{message}; patterns are not expanded on the other host: copy the directory with -r, --include and --exclude"
                 )
@@ -731,8 +731,8 @@ fn pull(args: &CpArgs, sources: &[Given<'_>], target: &Path, peer: &mut Option<P
     Ok(Job { export, sources: specs, ..args.job(remote, Local::Directory(root))? })
 }
 
-/// The directory to receive into, and the name a single source gets instead of its own. Without a directory a dry run
-/// receives into nothing.
+/// The directory to receive into, and the name a single source gets instead of its own. A directory that does not
+/// exist is an empty one to a dry run.
 fn local_root(
     args: &CpArgs,
     target: &Path,
@@ -755,7 +755,9 @@ fn local_root(
         return Ok((Some(open(target)?), None));
     }
     if into_directory && args.dry_run {
-        return Ok((None, None));
+        // The copy itself would create it in the directory above.
+        open(parent)?;
+        return Ok((Some(sink::nowhere().map_err(|e| e.to_string())?), None));
     }
     if into_directory {
         match std::fs::create_dir(target) {

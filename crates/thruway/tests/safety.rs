@@ -4,7 +4,7 @@ mod support;
 
 use std::ffi::{OsStr, OsString};
 use std::fs;
-use std::os::unix::ffi::OsStrExt;
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -294,15 +294,26 @@ fn a_copy_does_not_swallow_itself() {
         assert!(stderr(&out).contains("into itself"), "{}", stderr(&out));
         assert_eq!((names(&lab.path("a")), names(&lab.path("a/m"))), (vec!["m".into()], vec!["f".into()]));
     }
-    // In the first attempt, the walk may end before the destination exists.
-    for attempt in 0..2 {
-        let out = try_cp(&lab, &args(&[&"-r", &slash(&lab.path("a")), &daemon.url("e/m/o")]));
-        assert!(attempt == 0 || out.status.code() == Some(1));
-        assert!(attempt == 0 || stderr(&out).contains("copied into itself"), "{}", stderr(&out));
+    // So is one that goes through a daemon or ssh on this machine.
+    let (a, url) = (lab.path("a"), |path: &str| -> OsString { daemon.url(path).into() });
+    let ssh = |path: &str| [&b"localhost:"[..], lab.path(path).as_os_str().as_bytes()].concat();
+    let ssh = |path: &str| OsString::from_vec(ssh(path));
+    for (source, target) in [
+        (slash(&a), url("e/m/o")),
+        (a.clone().into(), url("e/m/")),
+        (url("e/"), lab.path("a/m/o").into()),
+        (url("e/m"), lab.path("a/m").into()),
+        (slash(&a), ssh("a/m/o")),
+        (ssh("a"), lab.path("a/m").into()),
+    ] {
+        let out = with_fake_ssh(&lab).args(["cp", "-r"]).args([&source, &target]).output().unwrap();
+        assert_eq!(out.status.code(), Some(1), "{source:?} {target:?} {}", stderr(&out));
+        assert!(stderr(&out).contains("into itself"), "{}", stderr(&out));
+        // A daemon makes the directory that takes the content of another before it hears of the source.
+        fs::remove_dir(lab.path("a/m/o")).ok();
+        assert_eq!((names(&a), names(&lab.path("a/m"))), (vec!["m".into()], vec!["f".into()]), "{source:?} {target:?}");
     }
-    assert_eq!(names(&lab.path("a/m")), ["f", "o"]);
-    let copied = names(&lab.path("a/m/o/m"));
-    assert!(copied.iter().all(|n| n == "f"), "{copied:?}");
+    write(lab.path("a/m/o/m/f"), "x");
     // A source that is the destination, or is inside it with --delete, is also refused over a daemon of this machine.
     let (a, e) = (slash(&lab.path("a")), daemon.url("e/"));
     for list in [
@@ -1094,4 +1105,68 @@ fn where_io_uring_is_forbidden_everything_works_without() {
         let found = fs::read(&file).unwrap();
         assert!(found[512..60_000].iter().all(|byte| *byte == 7) && found[65536..196_608].iter().all(|o| *o == 0));
     }
+}
+
+#[test]
+fn a_dry_run_of_a_first_copy_lists_everything_and_makes_nothing() {
+    let lab = Lab::new();
+    let served = lab.mkdir("served");
+    write(lab.path("source/sub/f"), "x");
+    let (daemon, source) = (lab.serve(&served), slash(&lab.path("source")));
+    for target in [daemon.url("e/new/").into(), daemon.url("e/new").into(), slash(&lab.path("served/new"))] {
+        let result = cp(&lab, &args(&[&"-rn", &source, &target]));
+        let items: Vec<&str> =
+            result["items"].as_array().unwrap().iter().map(|item| item["path"].as_str().unwrap()).collect();
+        assert!(items.iter().any(|path| path.ends_with("sub/f")), "{target:?} {result}");
+        assert!(names(&served).is_empty());
+    }
+    // The copy itself would fail.
+    for target in [daemon.url("e/a/new/").into(), slash(&lab.path("served/a/new"))] {
+        assert_eq!(try_cp(&lab, &args(&[&"-rn", &source, &target])).status.code(), Some(1), "{target:?}");
+    }
+}
+
+#[test]
+fn a_pipe_does_not_stop_delete_and_a_missing_source_does() {
+    let lab = Lab::new();
+    let served = lab.mkdir("served");
+    write(lab.path("a/f"), "x");
+    rustix::fs::mknodat(
+        rustix::fs::CWD,
+        &lab.path("a/pipe"),
+        rustix::fs::FileType::Fifo,
+        rustix::fs::Mode::from_raw_mode(0o600),
+        0,
+    )
+    .unwrap();
+    let (daemon, a) = (lab.serve(&served), slash(&lab.path("a")));
+    for target in [daemon.url("e/").into(), slash(&served)] {
+        write(served.join("old"), "x");
+        write(served.join("pipe"), "an entry of the name of one that is not copied");
+        let out = try_cp(&lab, &args(&[&"-r", &"--delete", &a, &slash(&lab.path("missing")), &target]));
+        assert_eq!(out.status.code(), Some(1));
+        assert!(served.join("old").exists(), "the missing source could have a file of this name");
+        let out = try_cp(&lab, &args(&[&"-r", &"--delete", &a, &target]));
+        assert_eq!(out.status.code(), Some(1));
+        assert!(stderr(&out).contains("pipe: not a file"), "{}", stderr(&out));
+        // Nor is there a journal: repeating the command would change nothing.
+        assert_eq!(names(&served), ["f", "pipe"]);
+    }
+}
+
+#[test]
+fn a_slash_at_the_end_of_a_pattern_copies_directories_only() {
+    let lab = Lab::new();
+    write(lab.path("a/sub/secret"), "x");
+    write(lab.path("a/target"), "x");
+    cp(&lab, &args(&[&"-r", &"--include", &"*/", &"--exclude", &"*", &slash(&lab.path("a")), &lab.path("b")]));
+    assert_eq!((names(&lab.path("b")), names(&lab.path("b/sub")).len()), (vec!["sub".into()], 0));
+    write(lab.path("b/sub/more"), "x");
+    fs::create_dir(lab.path("b/target")).unwrap();
+    // With --delete, a directory of the name stays, and a file does not.
+    cp(&lab, &args(&[&"-r", &"--delete", &"--exclude", &"sub/", &slash(&lab.path("a")), &slash(&lab.path("b"))]));
+    assert_eq!(
+        (names(&lab.path("b")), names(&lab.path("b/sub"))),
+        (vec!["sub".into(), "target".into()], vec!["more".into()])
+    );
 }

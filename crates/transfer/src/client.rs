@@ -442,12 +442,11 @@ fn attempt(
 /// Where a pull goes, for a source on this very machine.
 fn destination_of(job: &Job) -> Option<Destination> {
     let Local::Directory(Some(root)) = &job.local else { return None };
-    let stat = rustix::fs::fstat(root).ok()?;
     let name = match job.sources.as_slice() {
         [only] if !only.name.is_empty() => Some(only.name.clone()),
         _ => None,
     };
-    Some(Destination { machine: source::this_machine(), device: stat.st_dev, inode: stat.st_ino, name })
+    source::destination_in(root, name).ok()
 }
 
 /// `DIR/` to a target that does not exist makes the target a copy of the directory.

@@ -3,8 +3,8 @@
 use super::{DEV_EXPORT, Shared};
 use crate::access::{Allowed, Principal, Rights};
 use crate::session::SessionError;
-use crate::sink::{Prepared, Target, Trust};
-use crate::source::{Root, this_machine};
+use crate::sink::{self, Prepared, Target, Trust};
+use crate::source::{Root, destination_in};
 use crate::wire::{self, AbortCode, Destination, Direction, ListEntry, SessionRequest};
 use rustix::fs::{AtFlags, Mode, OFlags};
 use rustix::io::Errno;
@@ -209,7 +209,9 @@ fn open_push(export: &Served, asked: &SessionRequest, job: [u8; 16], allowed: Al
             _ => (dir, None),
         },
         Err(Errno::NOENT) if asked.into_directory && asked.options.dry_run => {
-            return refuse(format!("{}: does not exist; a dry run does not create it", export.shown(&asked.path)));
+            // The copy itself would create it in the directory above.
+            by_name()?;
+            (sink::nowhere().map_err(|e| (AbortCode::Failed, e.to_string()))?, None)
         }
         Err(Errno::NOENT) if asked.into_directory => {
             let failed = |e: std::io::Error| (AbortCode::Refused, format!("{}: {e}", export.shown(&asked.path)));
@@ -219,9 +221,7 @@ fn open_push(export: &Served, asked: &SessionRequest, job: [u8; 16], allowed: Al
         Err(Errno::NOENT | Errno::NOTDIR | Errno::LOOP) if !asked.into_directory && !path.is_empty() => by_name()?,
         Err(e) => return Err(shown(e)),
     };
-    let stat = rustix::fs::fstat(&dir).map_err(shown)?;
-    let destination =
-        Destination { machine: this_machine(), device: stat.st_dev, inode: stat.st_ino, name: rename.clone() };
+    let destination = destination_in(&dir, rename.clone()).map_err(shown)?;
     let target = Target {
         root: Some(Arc::new(dir)),
         job,

@@ -183,8 +183,11 @@ fn clears_directories(options: &crate::wire::TreeOptions) -> bool {
     options.delete && options.exclude.is_empty()
 }
 
-/// A directory in which nothing is and nothing can be made: it has been removed.
-fn nowhere() -> std::io::Result<std::os::fd::OwnedFd> {
+/// A directory in which nothing is and nothing can be made: it has been removed. The destination of a dry run that does not exist.
+///
+/// # Errors
+/// If a temporary directory cannot be made.
+pub fn nowhere() -> std::io::Result<std::os::fd::OwnedFd> {
     let dir = tempfile::tempdir()?;
     Ok(std::fs::File::open(dir.path())?.into())
 }
@@ -463,7 +466,11 @@ impl Sink<'_> {
                     ReportKind::NotCopied | ReportKind::NotListed => {
                         (self.failed, self.unread) = (self.failed + 1, true)
                     }
+                    // The entry is in the list of its directory, so it is not removed here.
                     ReportKind::Unsupported => {
+                        (self.failed, self.unsupported) = (self.failed + 1, self.unsupported + 1);
+                    }
+                    ReportKind::Refused => {
                         (self.failed, self.unread) = (self.failed + 1, true);
                         self.unsupported += 1;
                     }
@@ -490,7 +497,7 @@ impl Sink<'_> {
                 Ok(SessionEvent::BlockFree) => self.waiting_for_block = false,
                 Ok(SessionEvent::Report(report)) => {
                     self.failed += u64::from(!matches!(report.kind, ReportKind::LeftOut | ReportKind::Item));
-                    self.unsupported += u64::from(report.kind == ReportKind::Unsupported);
+                    self.unsupported += u64::from(matches!(report.kind, ReportKind::Unsupported | ReportKind::Refused));
                     (self.on_report)(&report);
                     // A connecting sink's user has just heard it.
                     match self.channels {

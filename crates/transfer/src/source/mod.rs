@@ -14,10 +14,14 @@ pub use walk::Root;
 use crate::link::{ChannelScaler, Channels, Link, LinkError, LinkEvent, Role, Transport};
 use crate::protocol::source::{Heard, Source as Core, Step};
 use crate::session::{EventSender, LocalError, OnReport, Outcome, Pipeline, Progress, SessionError, SessionParams};
-use crate::wire::{Answer, BlockHeader, Control, Destination, Direct, FileStatus, OfferEntry, Report, Summary};
+use crate::wire::{
+    ABOVE_MAX, Answer, BlockHeader, Control, Destination, Direct, FileStatus, OfferEntry, Report, Summary,
+};
 use large::LargeFile;
 use payload_size::{Gauge, PayloadSize};
+use rustix::fs::{Mode, OFlags};
 use std::collections::HashMap;
+use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
 use std::sync::{Arc, Condvar, Mutex};
@@ -168,6 +172,36 @@ struct Source<'a> {
 pub(crate) fn this_machine() -> [u8; 16] {
     let text = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     blake3::hash(text.trim().as_bytes()).as_bytes()[..16].try_into().expect("16 bytes")
+}
+
+/// A hash of a directory of this machine. It does not tell the directory's number to another machine.
+pub(crate) fn directory_hash(device: u64, inode: u64) -> u64 {
+    let mut hasher = blake3::Hasher::new();
+    hasher.update(&this_machine()).update(&device.to_le_bytes()).update(&inode.to_le_bytes());
+    u64::from_le_bytes(hasher.finalize().as_bytes()[..8].try_into().expect("8 bytes"))
+}
+
+/// The destination of a copy into a directory of this machine.
+///
+/// # Errors
+/// As `fstat(2)`.
+pub(crate) fn destination_in(dir: &OwnedFd, name: Option<Vec<u8>>) -> rustix::io::Result<Destination> {
+    let root = rustix::fs::fstat(dir)?;
+    let mut above = vec![directory_hash(root.st_dev, root.st_ino)];
+    let (mut below, mut last) = ((root.st_dev, root.st_ino), None);
+    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    while above.len() < ABOVE_MAX {
+        // Without access to a directory, those above it are not told.
+        let Ok(next) = rustix::fs::openat(last.as_ref().unwrap_or(dir), c"..", flags, Mode::empty()) else { break };
+        let stat = rustix::fs::fstat(&next)?;
+        if (stat.st_dev, stat.st_ino) == below {
+            break;
+        }
+        below = (stat.st_dev, stat.st_ino);
+        above.push(directory_hash(stat.st_dev, stat.st_ino));
+        last = Some(next);
+    }
+    Ok(Destination { machine: this_machine(), device: root.st_dev, inode: root.st_ino, name, above })
 }
 
 /// How many blocks the source may have outside its pool. Loading as far ahead as the pool allows

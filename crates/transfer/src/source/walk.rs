@@ -13,6 +13,7 @@ use crate::protocol::offers::{self, Offers};
 use crate::session::{EventSender, LocalError, Pipeline, Progress, SessionParams};
 use crate::wire::{Answer, Destination, KeepEnd, Meta, OfferEntry, Record, Report, ReportKind};
 use rustix::fs::{AtFlags, FileType, Mode, OFlags, Stat};
+use rustix::io::Errno;
 use std::collections::HashMap;
 use std::ffi::CString;
 use std::fs::File;
@@ -250,6 +251,12 @@ impl Walker {
         self.tell(path, ReportKind::Unsupported, message);
     }
 
+    /// A source of the command is not copied, and never will be by such a copy.
+    fn refuse_source(&self, path: &[u8], message: impl Into<String>) -> Walk {
+        self.tell(path, ReportKind::Refused, message);
+        Ok(())
+    }
+
     pub(super) fn tell(&self, path: &[u8], kind: ReportKind, message: impl Into<String>) {
         self.events.send(SessionEvent::Report(Report { path: path.to_vec(), kind, message: message.into() }));
     }
@@ -269,9 +276,9 @@ impl Walker {
         };
         let (fd, stat) = match opened.and_then(|fd| rustix::fs::fstat(&fd).map(|stat| (fd, stat))) {
             Ok(found) => found,
-            Err(rustix::io::Errno::XDEV) => {
-                self.tell(&shown, ReportKind::NotListed, "leads out of the export");
-                return Ok(());
+            Err(Errno::XDEV) => return self.refuse_source(&shown, "leads out of the export"),
+            Err(e @ (Errno::NOENT | Errno::NOTDIR | Errno::LOOP)) => {
+                return self.refuse_source(&shown, unreadable(e));
             }
             Err(e) => {
                 self.tell(&shown, ReportKind::NotListed, unreadable(e));
@@ -279,24 +286,20 @@ impl Walker {
             }
         };
         if crate::sink::is_own_name(&root.name) {
-            self.refuse(&shown, UNFINISHED);
-            return Ok(());
+            return self.refuse_source(&shown, UNFINISHED);
         }
         let fd = Arc::new(fd);
         if let Some(why) = self.overlap(&fd, &stat, &root.name) {
-            self.refuse(&shown, why);
-            return Ok(());
+            return self.refuse_source(&shown, why);
         }
         if FileType::from_raw_mode(stat.st_mode) == FileType::Directory {
             if !self.params.options.recursive {
-                self.refuse(&shown, "is a directory (use -r to copy it)");
-                return Ok(());
+                return self.refuse_source(&shown, "is a directory (use -r to copy it)");
             }
             return self.tree(&fd, root.name, &stat);
         }
         if root.name.is_empty() {
-            self.refuse(&shown, "is not a directory, but its path ends in a slash");
-            return Ok(());
+            return self.refuse_source(&shown, "is not a directory, but its path ends in a slash");
         }
         // The descriptor itself is the file; an empty name reopens it.
         self.entry(&From { root: fd, dir: None, below: Vec::new(), name: c"".into() }, root.name, stat)
@@ -351,7 +354,7 @@ impl Walker {
         keep: &mut KeepList,
     ) -> Walk<bool> {
         let path = join(to, below);
-        let failed = |walker: &Walker, e: rustix::io::Errno| {
+        let failed = |walker: &Walker, e: Errno| {
             let shown = if path.is_empty() { b"." } else { &path[..] };
             walker.tell(shown, ReportKind::NotListed, format!("listing the directory: {}", io::Error::from(e)));
             Ok(false)
@@ -399,8 +402,9 @@ impl Walker {
                         From { root: Arc::clone(tree.root()), dir: Some(Arc::clone(dir)), below: below.to_vec(), name };
                     self.entry(&from, target, stat)?;
                 }
-                // Gone since it was listed: then it is not to be kept, and not to be told.
-                Err(rustix::io::Errno::NOENT) => {}
+                Err(Errno::NOENT) => {
+                    self.tell(&target, ReportKind::LeftOut, "was removed since its directory was listed");
+                }
                 Err(e) => {
                     complete = false;
                     self.tell(&target, ReportKind::NotListed, unreadable(e));
@@ -410,8 +414,8 @@ impl Walker {
         Ok(complete)
     }
 
-    /// Reason to refuse a copy to a destination on this machine: the source is the destination, or `--delete` would remove
-    /// it there. `None` if the copy is safe.
+    /// Reason to refuse a copy to a destination on this machine: the source is the destination or contains it, or `--delete` would
+    /// remove the source there. `None` if the copy is safe.
     fn overlap(&self, source: &OwnedFd, stat: &Stat, name: &[u8]) -> Option<&'static str> {
         let destination = self.destination.as_ref()?;
         let is_destination = |stat: &Stat| (stat.st_dev, stat.st_ino) == (destination.device, destination.inode);
@@ -421,6 +425,10 @@ impl Walker {
         if FileType::from_raw_mode(stat.st_mode) == FileType::Directory {
             if name.is_empty() && is_destination(stat) {
                 return Some(same);
+            }
+            let hash = super::directory_hash(stat.st_dev, stat.st_ino);
+            if self.params.options.recursive && destination.above.contains(&hash) {
+                return Some("contains the destination; a directory cannot be copied into itself");
             }
         } else {
             // The source may be a link: this finds the directory of its target.

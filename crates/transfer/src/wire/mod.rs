@@ -241,7 +241,12 @@ pub struct Destination {
     pub inode: u64,
     /// Name of the only thing that is made in it; `None`: whatever the source has.
     pub name: Option<Vec<u8>>,
+    /// Hashes of the root directory and of the directories above it, the nearest first, at most [`ABOVE_MAX`].
+    pub above: Vec<u64>,
 }
+
+/// Most directories above a destination that it tells.
+pub const ABOVE_MAX: usize = 256;
 
 /// Answers [`SessionRequest`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -300,6 +305,8 @@ pub enum ReportKind {
     LeftOut,
     /// The entry is changed, or in a dry run would be changed. The message is the reason. Not an error.
     Item,
+    /// A source of the command was not copied, and a repeated attempt will not copy it either. What it holds is not known.
+    Refused,
 }
 
 /// Why a session ends, for the peer's program.
@@ -620,7 +627,13 @@ mod tests {
                 session: 9,
                 rename: Some(b"n".to_vec()),
                 offers: true,
-                destination: Some(Destination { machine: [1; 16], device: 2, inode: 3, name: Some(b"n".to_vec()) }),
+                destination: Some(Destination {
+                    machine: [1; 16],
+                    device: 2,
+                    inode: 3,
+                    name: Some(b"n".to_vec()),
+                    above: vec![4],
+                }),
                 discard: false,
                 revocable: false,
             }),
