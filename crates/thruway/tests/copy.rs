@@ -4,7 +4,7 @@ mod support;
 
 use std::ffi::{OsStr, OsString};
 use std::fs;
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::Path;
 use std::time::{Duration, Instant, SystemTime};
 use support::*;
@@ -585,6 +585,40 @@ fn items_are_named_with_the_reason() {
     assert!(said.lines().any(|line| line.split_whitespace().eq(["deleted", "source/gone"])), "{said}");
     assert!(said.contains(", would delete 1"), "{said}");
     assert!(cp(&lab, &args(&[&"-r", &source, &daemon.url("e/")])).get("items").is_none());
+}
+
+#[test]
+fn items_of_files_that_are_up_to_date_are_their_attributes_if_these_differ() {
+    let lab = Lab::new();
+    let (source, served) = (lab.mkdir("source"), lab.mkdir("served"));
+    for name in ["same", "mode", "xattr", "owner"] {
+        fs::write(source.join(name), name).unwrap();
+    }
+    std::os::unix::fs::symlink("same", source.join("link")).unwrap();
+    let daemon = lab.serve(&served);
+    let mut from = os(&source);
+    from.push("/");
+    let update = |option: &str| {
+        let result = cp(&lab, &args(&[&"-rpu", &option, &from, &daemon.url("e/")]));
+        let items = result["items"].as_array().unwrap();
+        let mut paths: Vec<String> = items.iter().map(|item| item["path"].as_str().unwrap().into()).collect();
+        paths.sort();
+        assert!(paths.is_empty() || items.iter().all(|item| item["reason"] == "attributes" || item["reason"] == "new"));
+        paths
+    };
+    assert_eq!(update("-v").len(), 5);
+    assert!(update("-n").is_empty());
+    fs::set_permissions(source.join("mode"), fs::Permissions::from_mode(0o640)).unwrap();
+    let name = std::ffi::CString::new("user.note").unwrap();
+    rustix::fs::setxattr(source.join("xattr"), &name, b"v", rustix::fs::XattrFlags::empty()).unwrap();
+    let mut expected = vec!["mode", "xattr"];
+    if std::os::unix::fs::chown(source.join("owner"), Some(NOBODY), None).is_ok() {
+        expected.insert(1, "owner");
+    }
+    for option in ["-n", "-v"] {
+        assert_eq!(update(option), expected, "{option}");
+    }
+    assert!(update("-n").is_empty());
 }
 
 #[test]

@@ -149,6 +149,11 @@ impl Tree {
         self.manner.preserve && self.manner.trust == Trust::Operator
     }
 
+    /// True if [`Tree::apply`] would not change the owner.
+    pub(super) fn has_owner(&self, stat: &Stat, meta: &Meta) -> bool {
+        !self.keeps_owner() || (stat.st_gid == meta.gid && (stat.st_uid == meta.uid || !self.privileged))
+    }
+
     /// Applies attributes to an open file or directory; those that could not be kept are told.
     pub(crate) fn apply(&self, fd: BorrowedFd<'_>, meta: &Meta, mode_is_right: bool) -> Shortcomings {
         let mut short = Shortcomings::default();

@@ -3,6 +3,7 @@
 use super::files::Files;
 use crate::wire::{Meta, Record, Report, ReportKind};
 use rustix::fs::{AtFlags, FileType, Stat};
+use std::os::fd::AsFd;
 
 /// Reason for an entry that does not exist at the destination.
 const NEW: &str = "new";
@@ -28,7 +29,7 @@ impl Files {
                 let differs = |stat: &Stat| (stat.st_rdev != *rdev).then_some(TYPE_DIFFERS);
                 (path, self.reason(path, meta, differs))
             }
-            Record::Attributes { path, .. } => (path, Some(ATTRIBUTES)),
+            Record::Attributes { path, meta } => (path, self.reason(path, meta, |_| None)),
             Record::Link { path, target } => (path, self.link_reason(path, target)),
             Record::Keep { .. } => return,
         };
@@ -74,10 +75,21 @@ impl Files {
         if kind != FileType::from_raw_mode(meta.mode) {
             return Some(TYPE_DIFFERS);
         }
-        let is_link = kind == FileType::Symlink;
+        let preserve = self.params.options.preserve;
+        differs(&stat).or_else(|| (preserve && !self.has_attributes(path, &stat, meta)).then_some(ATTRIBUTES))
+    }
+
+    /// True if the entry has the attributes that a copy with `-p` would give it.
+    fn has_attributes(&self, path: &[u8], stat: &Stat, meta: &Meta) -> bool {
+        let is_link = FileType::from_raw_mode(stat.st_mode) == FileType::Symlink;
         let same = (stat.st_mtime, stat.st_mtime_nsec as u32) == meta.mtime
-            && (is_link || stat.st_mode & 0o7777 == self.tree.mode(meta));
-        differs(&stat).or((self.params.options.preserve && !same).then_some(ATTRIBUTES))
+            && (is_link || stat.st_mode & 0o7777 == self.tree.mode(meta))
+            && self.tree.has_owner(stat, meta);
+        if !same || meta.xattrs.is_empty() {
+            return same;
+        }
+        let here = self.tree.find(path).and_then(|place| thruway_fs::xattr::read(place.dir.as_fd(), &place.name));
+        here.is_ok_and(|here| meta.xattrs.iter().all(|attribute| here.contains(attribute)))
     }
 
     fn target_reason(&self, path: &[u8], target: &[u8]) -> Option<&'static str> {
