@@ -308,7 +308,7 @@ fn copy(args: &CpArgs, common: &Common, sources: &[Given<'_>], target: &Given<'_
     drop(peer);
     let finished = result.map_err(|e| {
         let why = e.to_string();
-        let kept = progress.bytes.load(Ordering::Relaxed) > 0 && !why.contains(NOT_KEPT);
+        let kept = is_kept(&progress) && !why.contains(NOT_KEPT);
         let hint =
             resume.filter(|_| kept).map_or(String::new(), |how| format!("; the data copied so far is kept, and {how}"));
         let is_daemon = [&sources[0], target].iter().any(|(e, _)| matches!(e, Endpoint::Daemon { .. }));
@@ -319,6 +319,11 @@ fn copy(args: &CpArgs, common: &Common, sources: &[Given<'_>], target: &Given<'_
     tracing::info!("provider {}: {}", finished.provider, finished.detail);
     let items = std::mem::take(&mut *items.lock().expect("no panics under the lock"));
     Ok(Done { finished, encrypted: job.encrypt, stats: pipelines.stats(), items: job.options.itemize.then_some(items) })
+}
+
+/// True if data has been moved, and another attempt can find it.
+fn is_kept(progress: &Progress) -> bool {
+    progress.resumable.load(Ordering::Relaxed) && progress.bytes.load(Ordering::Relaxed) > 0
 }
 
 /// A finished copy.
@@ -360,13 +365,10 @@ fn report_interruption(resume: Option<&'static str>, progress: &Arc<Progress>) -
         let Some(signal) = signals.forever().next() else { return };
         // On a terminal, the cursor may be in the line of the progress display.
         let newline = if std::io::stderr().is_terminal() { "\n" } else { "" };
-        let moved = progress.bytes.load(Ordering::Relaxed);
-        match resume.filter(|_| moved > 0) {
+        match resume.filter(|_| is_kept(&progress)) {
             Some(how) => {
-                let moved = units::size(moved);
-                thruway_cli::say_error!(
-                    "{newline}thruway cp: stopped; {moved} have been moved and are kept, and {how}"
-                );
+                let sent = units::size(progress.bytes.load(Ordering::Relaxed));
+                thruway_cli::say_error!("{newline}thruway cp: stopped; {sent} had been sent, and {how}");
             }
             None => thruway_cli::say_error!("{newline}thruway cp: stopped; nothing is kept"),
         }

@@ -380,6 +380,8 @@ fn attempt(
     let reply = expect_session(&mut link)?;
     state.reached = true;
     state.renamed |= reply.rename.is_some();
+    let resumable = prepared.as_ref().map_or(reply.resumable, Prepared::is_resumable);
+    progress.resumable.store(resumable, Ordering::Relaxed);
     let block_len = negotiate_block(&mut link, job.block_len)?;
     let Control::ChannelsReply(count) = expect(&mut link)? else {
         return Err(LinkError::Unexpected("message where a number of channels was due").into());

@@ -277,6 +277,8 @@ pub struct Progress {
     /// What did not have to be sent because it is durable at the sink: bytes, and one for each file. An
     /// attempt that finds more of that than those before it has got on.
     pub resumed: AtomicU64,
+    /// The sink keeps a journal, so that another attempt can resume.
+    pub resumable: AtomicBool,
     /// No more will be found.
     pub total_known: AtomicBool,
     /// Estimate of the bytes of all files, including resumed ones; 0 if there is none. The session itself does not set it.
@@ -340,6 +342,14 @@ pub enum LocalError {
     Unsynced {
         /// The failed step, such as "making files durable".
         doing: &'static str,
+        /// The cause.
+        source: io::Error,
+    },
+    /// The operating system refused, and the journal of the attempt could not be written either.
+    #[error("{doing}: {source}; the journal could not be written: {NOT_KEPT}")]
+    Unrecorded {
+        /// What was being done, and to what.
+        doing: String,
         /// The cause.
         source: io::Error,
     },

@@ -586,14 +586,15 @@ impl Session<'_> {
             Work::Push(prepared, _) => (prepared.wants_offers(&asked.options), asked.export == DEV_EXPORT),
             Work::Pull(_) | Work::List(_) => (false, false),
         };
-        let (rename, destination) = match &work {
-            Work::Push(_, push) => (push.rename.clone(), push.destination.clone()),
-            Work::Pull(_) | Work::List(_) => (None, None),
+        let (rename, destination, resumable) = match &work {
+            Work::Push(prepared, push) => (push.rename.clone(), push.destination.clone(), prepared.is_resumable()),
+            Work::Pull(_) | Work::List(_) => (None, None, false),
         };
         link.send(&Control::SessionReply(SessionReply {
             session,
             rename,
             offers,
+            resumable,
             destination,
             discard,
             revocable: link.revocable(),

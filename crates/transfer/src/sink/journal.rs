@@ -381,6 +381,11 @@ impl Journal {
         self.append(&record(COMPLETE, &[0; 16], 0, 0, 0, &[0; DIGEST_LEN]));
     }
 
+    /// True if a record could not be written.
+    pub(crate) fn has_failed(&self) -> bool {
+        self.state().failed
+    }
+
     /// The job is done: nothing is left to resume.
     pub(crate) fn remove(&self) {
         self.state().remove();

@@ -166,6 +166,11 @@ impl Prepared {
         Ok(Prepared { target, journal, earlier, leftovers })
     }
 
+    /// Whether a journal is kept.
+    pub fn is_resumable(&self) -> bool {
+        self.journal.is_some()
+    }
+
     /// Whether an earlier attempt at the job was interrupted in this directory.
     pub fn was_interrupted(root: impl std::os::fd::AsFd, job: &[u8; 16]) -> bool {
         Journal::exists(root, job)
@@ -285,7 +290,12 @@ pub fn run(
         on_report,
         owed: VecDeque::new(),
     };
-    let result = sink.run();
+    let result = sink.run().map_err(|error| match error {
+        SessionError::Local(LocalError::Io { doing, source }) if journal.as_ref().is_some_and(|j| j.has_failed()) => {
+            LocalError::Unrecorded { doing, source }.into()
+        }
+        error => error,
+    });
     if let Err(error) = &result {
         error.tell(sink.link);
     }

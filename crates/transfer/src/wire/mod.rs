@@ -259,6 +259,8 @@ pub struct SessionReply {
     pub offers: bool,
     /// Push: where to.
     pub destination: Option<Destination>,
+    /// Push: a journal is kept, so that another attempt can resume.
+    pub resumable: bool,
     /// Push to a destination that discards everything.
     pub discard: bool,
     /// Push: keys of the daemon's credits for any channel may be revoked by Send with Invalidate.
@@ -627,6 +629,7 @@ mod tests {
                 session: 9,
                 rename: Some(b"n".to_vec()),
                 offers: true,
+                resumable: true,
                 destination: Some(Destination {
                     machine: [1; 16],
                     device: 2,
