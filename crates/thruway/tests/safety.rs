@@ -295,7 +295,7 @@ fn a_copy_does_not_swallow_itself() {
         assert_eq!((names(&lab.path("a")), names(&lab.path("a/m"))), (vec!["m".into()], vec!["f".into()]));
     }
     // So is one that goes through a daemon or ssh on this machine.
-    let (a, url) = (lab.path("a"), |path: &str| -> OsString { daemon.url(path).into() });
+    let (a, url) = (lab.path("a"), |path: &str| -> OsString { daemon.url(path) });
     let ssh = |path: &str| [&b"localhost:"[..], lab.path(path).as_os_str().as_bytes()].concat();
     let ssh = |path: &str| OsString::from_vec(ssh(path));
     for (source, target) in [
@@ -1113,7 +1113,7 @@ fn a_dry_run_of_a_first_copy_lists_everything_and_makes_nothing() {
     let served = lab.mkdir("served");
     write(lab.path("source/sub/f"), "x");
     let (daemon, source) = (lab.serve(&served), slash(&lab.path("source")));
-    for target in [daemon.url("e/new/").into(), daemon.url("e/new").into(), slash(&lab.path("served/new"))] {
+    for target in [daemon.url("e/new/"), daemon.url("e/new"), slash(&lab.path("served/new"))] {
         let result = cp(&lab, &args(&[&"-rn", &source, &target]));
         let items: Vec<&str> =
             result["items"].as_array().unwrap().iter().map(|item| item["path"].as_str().unwrap()).collect();
@@ -1121,7 +1121,7 @@ fn a_dry_run_of_a_first_copy_lists_everything_and_makes_nothing() {
         assert!(names(&served).is_empty());
     }
     // The copy itself would fail.
-    for target in [daemon.url("e/a/new/").into(), slash(&lab.path("served/a/new"))] {
+    for target in [daemon.url("e/a/new/"), slash(&lab.path("served/a/new"))] {
         assert_eq!(try_cp(&lab, &args(&[&"-rn", &source, &target])).status.code(), Some(1), "{target:?}");
     }
 }
@@ -1133,14 +1133,14 @@ fn a_pipe_does_not_stop_delete_and_a_missing_source_does() {
     write(lab.path("a/f"), "x");
     rustix::fs::mknodat(
         rustix::fs::CWD,
-        &lab.path("a/pipe"),
+        lab.path("a/pipe"),
         rustix::fs::FileType::Fifo,
         rustix::fs::Mode::from_raw_mode(0o600),
         0,
     )
     .unwrap();
     let (daemon, a) = (lab.serve(&served), slash(&lab.path("a")));
-    for target in [daemon.url("e/").into(), slash(&served)] {
+    for target in [daemon.url("e/"), slash(&served)] {
         write(served.join("old"), "x");
         write(served.join("pipe"), "an entry of the name of one that is not copied");
         let out = try_cp(&lab, &args(&[&"-r", &"--delete", &a, &slash(&lab.path("missing")), &target]));
