@@ -80,18 +80,23 @@ pub enum Principal {
 }
 
 impl Principal {
-    /// The rights of this principal at a path of an export; `None` if it has none.
-    pub fn allowed(&self, export: &str, path: &[u8], needed: Rights) -> Option<Allowed> {
+    /// The rights of this principal at a path of an export, if they include `needed`: one entry for each place whose grants cover
+    /// the path, the deepest first. A deeper place has at least the rights of those above it, and confines the peer more.
+    pub fn allowed(&self, export: &str, path: &[u8], needed: Rights) -> Vec<Allowed> {
         let grants = match self {
             Principal::Operator => &[Grant::anywhere(Rights::all())][..],
             Principal::Anonymous => &[Grant::anywhere(Rights::READ_WRITE)],
             Principal::Key(_, grants) => grants,
         };
         let covering = || grants.iter().filter(|g| g.covers(export, path));
-        let base = covering().filter(|g| g.rights.contains(needed)).map(|g| g.below.len()).min()?;
-        let rights =
-            covering().filter(|g| g.below.len() <= base).map(|g| g.rights).fold(Rights::empty(), Rights::union);
-        Some(Allowed { rights, base })
+        let mut bases: Vec<usize> = covering().map(|g| g.below.len()).collect();
+        bases.sort_unstable_by(|a, b| b.cmp(a));
+        bases.dedup();
+        let at = |base| {
+            let above = covering().filter(|g| g.below.len() <= base);
+            Allowed { rights: above.map(|g| g.rights).fold(Rights::empty(), Rights::union), base }
+        };
+        bases.into_iter().map(at).filter(|allowed| allowed.rights.contains(needed)).collect()
     }
 
     /// The identity of a job of this principal's: two principals that call their jobs alike have two jobs.
@@ -237,7 +242,7 @@ mod tests {
         let text = "# friends\n\nro KEY alice@lab\nrw,export=in/alice KEY\nread,create,export=drop KEY\n";
         let (keys, key) = keys(text).unwrap();
         let alice = keys.principal(&key).unwrap();
-        let rights = |export: &str, path: &str, needed| alice.allowed(export, path.as_bytes(), needed);
+        let rights = |export: &str, path: &str, needed| alice.allowed(export, path.as_bytes(), needed).pop();
         let read_only = Some(Allowed { rights: Rights::READ, base: 0 });
         assert_eq!(rights("other", "a/b", Rights::READ), read_only);
         assert_eq!(rights("other", "a/b", Rights::CREATE), None);
@@ -260,13 +265,23 @@ mod tests {
     fn only_operators_and_keys_that_say_so_are_privileged() {
         let (keys, key) = keys("export=a KEY\nprivileged,export=b KEY").unwrap();
         let principal = keys.principal(&key).unwrap();
-        let trust = |p: &Principal, export| p.allowed(export, b"x", Rights::CREATE).map(|a| a.rights.trust());
+        let trust = |p: &Principal, export| p.allowed(export, b"x", Rights::CREATE).first().map(|a| a.rights.trust());
         assert_eq!(trust(&principal, "a"), Some(Trust::Peer));
         assert_eq!(trust(&principal, "b"), Some(Trust::Operator));
         assert_eq!(trust(&principal, "c"), None);
         assert!(!principal.knows("c"));
         assert_eq!(trust(&Principal::Anonymous, "a"), Some(Trust::Peer));
         assert_eq!(trust(&Principal::Operator, "a"), Some(Trust::Operator));
+    }
+
+    #[test]
+    fn a_further_grant_takes_no_rights_away() {
+        let (keys, key) = keys("create KEY\nrw,export=in/a KEY").unwrap();
+        let principal = keys.principal(&key).unwrap();
+        let allowed = principal.allowed("in", b"a/x", Rights::CREATE);
+        let expected = [(Rights::READ_WRITE, 1), (Rights::CREATE, 0)].map(|(rights, base)| Allowed { rights, base });
+        assert_eq!(allowed, expected);
+        assert_eq!(principal.allowed("in", b"a/x", Rights::REPLACE), expected[..1]);
     }
 
     #[test]

@@ -104,26 +104,33 @@ pub(super) fn open(shared: &Shared, asked: &SessionRequest, principal: &Principa
         wire::check_path(path).map_err(refused)?;
     }
     let allowed = |path: &[u8], needed: Rights, verb: &str| {
-        let denied = || (AbortCode::Refused, format!("you have no right to {verb} here ('{}')", crate::escape(path)));
-        principal.allowed(&asked.export, path, needed).ok_or_else(denied)
+        let allowed = principal.allowed(&asked.export, path, needed);
+        match allowed.is_empty() {
+            true => refuse(format!("you have no right to {verb} here ('{}')", crate::escape(path))),
+            false => Ok(allowed),
+        }
+    };
+    // Reading needs no other right than the one that the outermost place gives.
+    let readable = |path: &[u8]| -> Result<usize, Refusal> {
+        Ok(allowed(path, Rights::READ, "read")?.last().map_or(0, |allowed| allowed.base))
     };
     match asked.direction {
         Direction::Push if export.read_only => refuse(format!("export '{}' is read-only", asked.export)),
         Direction::Push => {
-            let allowed = allowed(&asked.path, Rights::CREATE, "write")?;
-            if asked.options.delete && !allowed.rights.contains(Rights::DELETE) {
+            let (base, path, rights) = writable(export, &asked.path, &allowed(&asked.path, Rights::CREATE, "write")?)?;
+            if asked.options.delete && !rights.contains(Rights::DELETE) {
                 return refuse("you have no right to delete here (--delete)");
             }
             // What one principal leaves unfinished is no other's to go on with.
             let job = principal.job(&asked.job);
-            open_push(export, asked, job, allowed)
+            open_push(export, asked, job, (&base, path, rights))
         }
         Direction::Pull => {
             // One descriptor for the sources in one place of the key.
             let mut bases: HashMap<&[u8], Arc<OwnedFd>> = HashMap::new();
             let mut roots = Vec::new();
             for s in &asked.sources {
-                let Allowed { base, .. } = allowed(&s.path, Rights::READ, "read")?;
+                let base = readable(&s.path)?;
                 let path = &s.path[..];
                 let (base, rest) = match bases.get(&path[..base]) {
                     Some(known) => (Arc::clone(known), path[base..].strip_prefix(b"/").unwrap_or(&path[base..])),
@@ -140,7 +147,7 @@ pub(super) fn open(shared: &Shared, asked: &SessionRequest, principal: &Principa
             Ok(Work::Pull(roots))
         }
         Direction::List => {
-            let Allowed { base, .. } = allowed(&asked.path, Rights::READ, "read")?;
+            let base = readable(&asked.path)?;
             let (base, rest) = base_of(export, &asked.path, base)?;
             list(export, &base, rest).map(Work::List)
         }
@@ -164,6 +171,22 @@ fn base_of<'a>(export: &Served, path: &'a [u8], base: usize) -> Result<(Arc<Owne
         other => other.map_err(failed)?,
     };
     Ok((Arc::new(opened), rest.strip_prefix(b"/").unwrap_or(rest)))
+}
+
+/// The place with the most rights that is there, the path below it, and the rights.
+fn writable<'a>(
+    export: &Served,
+    path: &'a [u8],
+    places: &[Allowed],
+) -> Result<(Arc<OwnedFd>, &'a [u8], Rights), Refusal> {
+    let mut opened = refuse("you have no right to write here");
+    for &Allowed { rights, base } in places {
+        opened = base_of(export, path, base).map(|(base, rest)| (base, rest, rights));
+        if opened.is_ok() {
+            break;
+        }
+    }
+    opened
 }
 
 fn open_dev(asked: &SessionRequest) -> Result<Work, Refusal> {
@@ -195,14 +218,18 @@ fn open_dev(asked: &SessionRequest) -> Result<Work, Refusal> {
 /// Where a push goes: an existing directory takes the sources by their names; otherwise a
 /// single source gets the target's name, unless a slash asks for a directory. An attempt that
 /// is repeated goes where the first one went, though the target is there by now.
-fn open_push(export: &Served, asked: &SessionRequest, job: [u8; 16], allowed: Allowed) -> Result<Work, Refusal> {
-    let (base, path) = base_of(export, &asked.path, allowed.base)?;
+fn open_push(
+    export: &Served,
+    asked: &SessionRequest,
+    job: [u8; 16],
+    (base, path, rights): (&OwnedFd, &[u8], Rights),
+) -> Result<Work, Refusal> {
     let shown = |e: Errno| (AbortCode::Refused, format!("{}: {}", export.shown(&asked.path), sentence(e)));
     let by_name = || -> Result<(OwnedFd, Option<Vec<u8>>), Refusal> {
         let (parent, name) = beneath::split(path);
-        Ok((export.open_dir(&base, parent).map_err(shown)?, Some(name.to_vec())))
+        Ok((export.open_dir(base, parent).map_err(shown)?, Some(name.to_vec())))
     };
-    let (dir, rename) = match export.open_dir(&base, path) {
+    let (dir, rename) = match export.open_dir(base, path) {
         Ok(dir) if asked.into_directory || path.is_empty() => (dir, None),
         Ok(dir) => match by_name() {
             Ok((parent, name)) if asked.renamed || Prepared::was_interrupted(&parent, &job) => (parent, name),
@@ -215,8 +242,8 @@ fn open_push(export: &Served, asked: &SessionRequest, job: [u8; 16], allowed: Al
         }
         Err(Errno::NOENT) if asked.into_directory => {
             let failed = |e: std::io::Error| (AbortCode::Refused, format!("{}: {e}", export.shown(&asked.path)));
-            make_dir(export, &base, path).map_err(failed)?;
-            (export.open_dir(&base, path).map_err(shown)?, None)
+            make_dir(export, base, path).map_err(failed)?;
+            (export.open_dir(base, path).map_err(shown)?, None)
         }
         Err(Errno::NOENT | Errno::NOTDIR | Errno::LOOP) if !asked.into_directory && !path.is_empty() => by_name()?,
         Err(e) => return Err(shown(e)),
@@ -233,10 +260,10 @@ fn open_push(export: &Served, asked: &SessionRequest, job: [u8; 16], allowed: Al
             }
         },
         names: rename.clone().map(|name| vec![name]),
-        trust: allowed.rights.trust(),
-        replace: allowed.rights.contains(Rights::REPLACE),
+        trust: rights.trust(),
+        replace: rights.contains(Rights::REPLACE),
         confined: !export.unconfined,
-        listed: allowed.rights.contains(Rights::READ),
+        listed: rights.contains(Rights::READ),
     };
     let prepared = Prepared::new(target, &asked.options).map_err(told)?;
     Ok(Work::Push(Box::new(prepared), Push { rename, destination: Some(destination) }))
