@@ -44,6 +44,14 @@ impl Failed {
         Failed::Usage.say(command, why)
     }
 
+    /// Prints why standard output cannot be written; nothing if its reader has closed the pipe.
+    pub fn output(error: &std::io::Error) -> Failed {
+        if error.kind() != std::io::ErrorKind::BrokenPipe {
+            say_error!("thruway: standard output: {error}");
+        }
+        Failed::Operation
+    }
+
     fn say(self, command: &str, why: impl Display) -> Failed {
         say_error!("thruway {command}: {why}");
         self

@@ -1,7 +1,8 @@
 //! Output that survives a reader who has gone.
 
 /// Prints a line on standard output. Unlike `println!` it ends the program in order when the reader has closed the pipe
-/// (`| head`), and says so when it cannot be written (a full disk).
+/// (`| head`), and says so when it cannot be written (a full disk). It runs no destructors: a command with children or
+/// temporary files calls [`try_say`](print::try_say).
 #[macro_export]
 macro_rules! say {
     ($($text:tt)*) => { $crate::print::say(format_args!($($text)*)) };
@@ -21,13 +22,18 @@ pub fn say_error(text: std::fmt::Arguments<'_>) {
 
 /// As [`say!`].
 pub fn say(text: std::fmt::Arguments<'_>) {
+    if let Err(error) = try_say(text) {
+        std::process::exit(crate::Failed::output(&error) as i32);
+    }
+}
+
+/// Prints a line on standard output, for commands that clean up after a failure: [`Failed::output`](crate::Failed::output)
+/// reports the error.
+///
+/// # Errors
+/// If the line cannot be written.
+pub fn try_say(text: std::fmt::Arguments<'_>) -> std::io::Result<()> {
     use std::io::Write;
     let mut out = std::io::stdout().lock();
-    let written = out.write_fmt(text).and_then(|()| out.write_all(b"\n")).and_then(|()| out.flush());
-    if let Err(error) = written {
-        if error.kind() != std::io::ErrorKind::BrokenPipe {
-            crate::say_error!("thruway: standard output: {error}");
-        }
-        std::process::exit(1);
-    }
+    out.write_fmt(text).and_then(|()| out.write_all(b"\n")).and_then(|()| out.flush())
 }

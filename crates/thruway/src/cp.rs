@@ -13,10 +13,10 @@ use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
-use thruway_cli::{Common, Failed, units};
+use thruway_cli::{Common, Failed, print, units};
 use thruway_engine::digest::Algorithm;
 use thruway_engine::limits;
 use thruway_engine::stage::StageStats;
@@ -238,6 +238,8 @@ fn copy(args: &CpArgs, common: &Common, sources: &[Given<'_>], target: &Given<'_
     let (quiet, pulls) = (common.quiet, matches!(job.local, Local::Directory(_)));
     let (json, items) = (common.json, Arc::new(Mutex::new(Vec::new())));
     let itemized = Arc::clone(&items);
+    let resume = resumption(args, &job);
+    let (unwritten, moved, dry_run) = (AtomicBool::new(false), Arc::clone(&progress), args.dry_run);
     let on_report: OnReport = Arc::new(move |report| {
         if report.kind == ReportKind::Item {
             let (path, reason) =
@@ -245,7 +247,20 @@ fn copy(args: &CpArgs, common: &Common, sources: &[Given<'_>], target: &Given<'_
             match json {
                 true => itemized.lock().expect("no panics under the lock").push(Item { path, reason }),
                 false if quiet => {}
-                false => thruway_cli::say!("{reason:<15} {path}"),
+                false => {
+                    if let Err(error) = print::try_say(format_args!("{reason:<15} {path}"))
+                        && !unwritten.swap(true, Ordering::SeqCst)
+                    {
+                        let failed = match dry_run {
+                            true => Failed::output(&error),
+                            false => Failed::operation(
+                                "cp",
+                                format!("standard output: {error}; {}", stopped(resume, &moved)),
+                            ),
+                        };
+                        std::process::exit(failed as i32);
+                    }
+                }
             }
             return;
         }
@@ -270,7 +285,6 @@ fn copy(args: &CpArgs, common: &Common, sources: &[Given<'_>], target: &Given<'_
             thruway_cli::say_error!("thruway cp: {path}: {message}");
         }
     });
-    let resume = resumption(args, &job);
     if let Err(error) = report_interruption(resume, &progress) {
         tracing::debug!(%error, "handling signals");
     }
@@ -365,16 +379,19 @@ fn report_interruption(resume: Option<&'static str>, progress: &Arc<Progress>) -
         let Some(signal) = signals.forever().next() else { return };
         // On a terminal, the cursor may be in the line of the progress display.
         let newline = if std::io::stderr().is_terminal() { "\n" } else { "" };
-        match resume.filter(|_| is_kept(&progress)) {
-            Some(how) => {
-                let sent = units::size(progress.bytes.load(Ordering::Relaxed));
-                thruway_cli::say_error!("{newline}thruway cp: stopped; {sent} had been sent, and {how}");
-            }
-            None => thruway_cli::say_error!("{newline}thruway cp: stopped; nothing is kept"),
-        }
+        thruway_cli::say_error!("{newline}thruway cp: {}", stopped(resume, &progress));
         let _ = signal_hook::low_level::emulate_default_handler(signal);
     })?;
     Ok(())
+}
+
+/// Message for a copy that ends early: the data that is kept.
+fn stopped(resume: Option<&str>, progress: &Progress) -> String {
+    let sent = units::size(progress.bytes.load(Ordering::Relaxed));
+    match resume.filter(|_| is_kept(progress)) {
+        Some(how) => format!("stopped; {sent} had been sent, and {how}"),
+        None => "stopped; nothing is kept".into(),
+    }
 }
 
 /// True if the process was started with this signal ignored, as by `nohup`.

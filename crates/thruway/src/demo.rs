@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
-use thruway_cli::{Common, Failed, units};
+use thruway_cli::{Common, Failed, print, units};
 
 /// Arguments of `thruway demo`.
 #[derive(Args)]
@@ -26,11 +26,29 @@ pub(crate) struct DemoArgs {
 
 /// Runs the demonstration.
 pub(crate) fn run(args: &DemoArgs, common: &Common) -> Result<(), Failed> {
-    let result = Demo::new(args, common).and_then(|demo| {
-        demo.clean_up_on_signals().map_err(|e| format!("handling signals: {e}"))?;
-        demo.run()
-    });
-    result.map_err(|message| Failed::operation("demo", message))
+    let demo = Demo::new(args, common).map_err(|message| Failed::operation("demo", message))?;
+    let started = demo.clean_up_on_signals().map_err(|e| format!("handling signals: {e}").into());
+    let result = started.and_then(|()| demo.run());
+    // After a signal, the thread that ends the demo holds this lock, so the failure of a killed child is not reported.
+    let children = demo.children.lock().expect("no panics under the lock");
+    clean_up(demo.dir.path(), &children);
+    result.map_err(|problem| match problem {
+        Problem::Output(error) => Failed::output(&error),
+        Problem::Other(message) => Failed::operation("demo", message),
+    })
+}
+
+/// Reason for which a demonstration ends early.
+enum Problem {
+    /// Standard output cannot be written.
+    Output(std::io::Error),
+    Other(String),
+}
+
+impl From<String> for Problem {
+    fn from(message: String) -> Problem {
+        Problem::Other(message)
+    }
 }
 
 struct Demo<'a> {
@@ -38,8 +56,7 @@ struct Demo<'a> {
     common: &'a Common,
     dir: tempfile::TempDir,
     program: PathBuf,
-    /// Process IDs of the running children.
-    children: Arc<Mutex<Vec<u32>>>,
+    children: Children,
 }
 
 /// One step's result.
@@ -52,12 +69,32 @@ struct Step {
 struct Daemon {
     child: Child,
     addr: String,
+    children: Children,
 }
 
 impl Drop for Daemon {
     fn drop(&mut self) {
+        let mut children = self.children.lock().expect("no panics under the lock");
         let _ = self.child.kill();
         let _ = self.child.wait();
+        children.retain(|pid| *pid != self.child.id());
+    }
+}
+
+/// Process IDs of the running children.
+type Children = Arc<Mutex<Vec<u32>>>;
+
+/// Kills the children and removes the directory.
+fn clean_up(dir: &Path, children: &[u32]) {
+    for child in children.iter().filter_map(|pid| rustix::process::Pid::from_raw(*pid as i32)) {
+        let _ = rustix::process::kill_process(child, rustix::process::Signal::KILL);
+    }
+    // A killed child may still complete a system call that creates a file: try again.
+    for _ in 0..100 {
+        if fs::remove_dir_all(dir).is_ok() || !dir.exists() {
+            break;
+        }
+        std::thread::sleep(Duration::from_millis(10));
     }
 }
 
@@ -78,16 +115,8 @@ impl<'a> Demo<'a> {
             let Some(signal) = signals.forever().next() else { return };
             // While this lock is held, no further child is started.
             let children = children.lock().expect("no panics under the lock");
-            for child in children.iter().filter_map(|pid| rustix::process::Pid::from_raw(*pid as i32)) {
-                let _ = rustix::process::kill_process(child, rustix::process::Signal::KILL);
-            }
-            // A killed child may still complete a system call that creates a file: try again.
-            for _ in 0..100 {
-                if fs::remove_dir_all(&dir).is_ok() || !dir.exists() {
-                    break;
-                }
-                std::thread::sleep(Duration::from_millis(10));
-            }
+            clean_up(&dir, &children);
+            thruway_cli::say_error!("thruway demo: stopped; its files are removed");
             let _ = signal_hook::low_level::emulate_default_handler(signal);
         });
         Ok(())
@@ -106,27 +135,28 @@ impl<'a> Demo<'a> {
         self.children.lock().expect("no panics under the lock").retain(|pid| *pid != child);
     }
 
-    fn say(&self, text: &str) {
-        if !self.common.json && !self.common.quiet {
-            thruway_cli::say!("{text}");
+    fn say(&self, text: &str) -> Result<(), Problem> {
+        if self.common.json || self.common.quiet {
+            return Ok(());
         }
+        print::try_say(format_args!("{text}")).map_err(Problem::Output)
     }
 
     fn path(&self, name: &str) -> PathBuf {
         self.dir.path().join(name)
     }
 
-    fn run(self) -> Result<(), String> {
+    fn run(&self) -> Result<(), Problem> {
         let source = self.path("data");
         let (files, bytes) = self.make_data_set(&source).map_err(|e| format!("making the data set: {e}"))?;
         self.say(&format!(
             "data set   {files} files, {}: small, large, sparse, linked, oddly named",
             units::size(bytes)
-        ));
+        ))?;
         let served = self.path("served");
         fs::create_dir(&served).map_err(|e| e.to_string())?;
         let daemon = self.serve(&served)?;
-        self.say(&format!("daemon     tw://{} serves {}", daemon.addr, served.display()));
+        self.say(&format!("daemon     tw://{} serves {}", daemon.addr, served.display()))?;
         let mut steps = Vec::new();
         for (provider, extra) in
             [("auto", &[][..]), ("iwarp", &[]), ("tcp", &[]), ("iwarp", &["--encrypt", "on", "--verify", "blake3"])]
@@ -142,14 +172,14 @@ impl<'a> Demo<'a> {
             for (what, json) in [("there", push), ("back", pull)] {
                 let carried_by = json["provider"].as_str().unwrap_or_default();
                 let more = if extra.is_empty() { "" } else { ", encrypted, BLAKE3" };
-                self.show(&mut steps, format!("{what:<5} by {carried_by}{more}"), json);
+                self.show(&mut steps, format!("{what:<5} by {carried_by}{more}"), json)?;
             }
         }
         self.kill_and_resume(&source, &served, &daemon, &mut steps)?;
         self.finish(&steps)
     }
 
-    fn show(&self, steps: &mut Vec<Step>, what: String, json: serde_json::Value) {
+    fn show(&self, steps: &mut Vec<Step>, what: String, json: serde_json::Value) -> Result<(), Problem> {
         let get = |key: &str| json[key].as_u64().unwrap_or(0);
         let rate = units::rate(json["bytes_per_second"].as_f64().unwrap_or(0.0));
         let mut text = format!(
@@ -161,8 +191,8 @@ impl<'a> Demo<'a> {
         if get("resumed_bytes") > 0 {
             text += &format!(", {} not sent again", units::size(get("resumed_bytes")));
         }
-        self.say(&format!("{text}, identical"));
         steps.push(Step { what, json });
+        self.say(&format!("{text}, identical"))
     }
 
     fn kill_and_resume(
@@ -171,7 +201,7 @@ impl<'a> Demo<'a> {
         served: &Path,
         daemon: &Daemon,
         steps: &mut Vec<Step>,
-    ) -> Result<(), String> {
+    ) -> Result<(), Problem> {
         let there = format!("tw://{}/demo/interrupted", daemon.addr);
         let large = source.join("large");
         let limit = (self.args.size / 2).to_string();
@@ -181,28 +211,27 @@ impl<'a> Demo<'a> {
         let start = Instant::now();
         while on_disk(served, "interrupted") < self.args.size / 2 {
             if start.elapsed() > Duration::from_secs(60) || child.try_wait().map_err(|e| e.to_string())?.is_some() {
-                return Err("the copy that was to be interrupted did not get half-way".into());
+                return Err("the copy that was to be interrupted did not get half-way".to_string().into());
             }
             std::thread::sleep(Duration::from_millis(5));
         }
         child.kill().and_then(|()| child.wait()).map_err(|e| e.to_string())?;
         self.ended(child.id());
         if served.join("interrupted").exists() {
-            return Err("an unfinished file appeared under its name".into());
+            return Err("an unfinished file appeared under its name".to_string().into());
         }
-        self.say("killed     a copy half-way with SIGKILL; the same command again:");
+        self.say("killed     a copy half-way with SIGKILL; the same command again:")?;
         // The same command: a limit of the rate is part of it, and not worth waiting for.
         let json = self.cp(&["--bwlimit", &limit], &large, there.as_ref())?;
         let total = json["bytes"].as_u64().unwrap_or(0) + json["resumed_bytes"].as_u64().unwrap_or(0);
         if total != self.args.size || json["resumed_bytes"].as_u64().unwrap_or(0) == 0 {
-            return Err(format!("resuming moved the wrong amount: {json}"));
+            return Err(format!("resuming moved the wrong amount: {json}").into());
         }
         compare_files(&large, &served.join("interrupted"))?;
-        self.show(steps, "resumed".into(), json);
-        Ok(())
+        self.show(steps, "resumed".into(), json)
     }
 
-    fn finish(&self, steps: &[Step]) -> Result<(), String> {
+    fn finish(&self, steps: &[Step]) -> Result<(), Problem> {
         if self.common.json {
             let rows: Vec<_> = steps
                 .iter()
@@ -212,10 +241,10 @@ impl<'a> Demo<'a> {
                     json
                 })
                 .collect();
-            thruway_cli::say!("{}", serde_json::json!({ "ok": true, "steps": rows }));
+            let report = serde_json::json!({ "ok": true, "steps": rows });
+            print::try_say(format_args!("{report}")).map_err(Problem::Output)?;
         }
-        self.say("all copies are identical to the source; nothing was left behind");
-        Ok(())
+        self.say("all copies are identical to the source; nothing was left behind")
     }
 
     fn make_data_set(&self, root: &Path) -> std::io::Result<(u64, u64)> {
@@ -273,7 +302,7 @@ impl<'a> Demo<'a> {
         let announced: serde_json::Value =
             serde_json::from_str(&line).map_err(|_| "the daemon did not start".to_string())?;
         let addr = announced["listening"][0].as_str().unwrap_or_default().to_string();
-        Ok(Daemon { child, addr })
+        Ok(Daemon { child, addr, children: Arc::clone(&self.children) })
     }
 
     fn command(&self, options: &[&str], from: &Path, to: &Path) -> Command {

@@ -6,6 +6,7 @@ use std::ffi::{OsStr, OsString};
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::Path;
+use std::process::Stdio;
 use std::time::{Duration, Instant, SystemTime};
 use support::*;
 
@@ -690,8 +691,72 @@ fn a_demo_that_is_interrupted_leaves_nothing_behind() {
         assert!(lines.any(|line| line.unwrap().starts_with("there by")), "it copies");
         let kill = std::process::Command::new("kill").arg(format!("-{signal}")).arg(demo.id().to_string()).status();
         assert!(kill.unwrap().success());
-        assert!(!demo.wait().unwrap().success());
+        let out = demo.wait_with_output().unwrap();
+        assert!(!out.status.success());
+        assert_eq!(stderr(&out), "thruway demo: stopped; its files are removed\n", "{signal}");
         assert_eq!(fs::read_dir(&dir).unwrap().count(), 0, "{signal}");
+    }
+}
+
+/// Outputs that cannot be written, with the reason that is reported: a pipe without a reader, and a full disk.
+fn failing_outputs() -> [(Stdio, &'static str); 2] {
+    let (reader, writer) = std::io::pipe().unwrap();
+    drop(reader);
+    [(writer.into(), "Broken pipe"), (fs::File::create("/dev/full").unwrap().into(), "No space left on device")]
+}
+
+#[test]
+fn a_demo_whose_output_fails_leaves_nothing_behind() {
+    for (output, why) in failing_outputs() {
+        let lab = Lab::new();
+        let (dir, errors) = (lab.mkdir("dir"), lab.path("errors"));
+        let mut command = thruway(lab.dir.path());
+        command.args(["demo", "--size", "2M", "--dir"]).arg(&dir).stdout(output);
+        // Not a pipe: a daemon that is left would keep it open.
+        let status = command.stderr(fs::File::create(&errors).unwrap()).status().unwrap();
+        assert_eq!(status.code(), Some(1));
+        assert_eq!(fs::read_dir(&dir).unwrap().count(), 0);
+        let is_left = |process: fs::DirEntry| {
+            let words = fs::read(process.path().join("cmdline")).unwrap_or_default();
+            String::from_utf8_lossy(&words).contains(dir.to_str().unwrap())
+        };
+        assert!(!fs::read_dir("/proc").unwrap().flatten().any(is_left), "a daemon is left");
+        let said = fs::read_to_string(&errors).unwrap();
+        match why {
+            "Broken pipe" => assert_eq!(said, ""),
+            _ => assert!(said.contains(why), "{said}"),
+        }
+    }
+}
+
+#[test]
+fn a_copy_whose_output_fails_is_stopped_and_says_so() {
+    for (output, why) in failing_outputs() {
+        let lab = Lab::new();
+        let (source, copy) = (lab.mkdir("source"), lab.mkdir("copy"));
+        (0..500).for_each(|i| fs::write(source.join(i.to_string()), "content").unwrap());
+        let mut command = thruway(lab.dir.path());
+        command.args(["cp", "-rv"]).args([&source, &copy]).stdout(output).stderr(Stdio::piped());
+        let out = command.spawn().unwrap().wait_with_output().unwrap();
+        assert_eq!(out.status.code(), Some(1));
+        assert!(stderr(&out).starts_with(&format!("thruway cp: standard output: {why}")), "{}", stderr(&out));
+        assert!(stderr(&out).contains("; stopped; ") && stderr(&out).lines().count() == 1, "{}", stderr(&out));
+        cp(&lab, &args(&[&"-r", &source, &copy]));
+        assert_same(&source, &copy.join("source"), Compare::Content);
+    }
+}
+
+#[test]
+fn a_daemon_that_cannot_announce_itself_ends_in_order() {
+    for (output, why) in failing_outputs() {
+        let lab = Lab::new();
+        let socket = lab.path("nbd.sock");
+        let mut command = thruway(lab.dir.path());
+        command.args(["serve", "--json", "--block", "d=mem:1M", "--nbd"]).arg(format!("unix:{}", socket.display()));
+        let out = command.stdout(output).stderr(Stdio::piped()).spawn().unwrap().wait_with_output().unwrap();
+        assert_eq!(out.status.code(), Some(1));
+        assert!(stderr(&out).contains(why), "{}", stderr(&out));
+        assert!(!socket.exists());
     }
 }
 

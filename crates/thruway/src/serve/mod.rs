@@ -20,7 +20,7 @@ use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::{LazyLock, mpsc};
 use thruway_block::scsi::Lasting;
-use thruway_cli::{Common, Failed};
+use thruway_cli::{Common, Failed, print};
 use thruway_engine::limits;
 use thruway_fabric::{Provider, iwarp, shm, verbs};
 use thruway_server::Address;
@@ -365,8 +365,11 @@ fn supervise(
             events.send(Event::StdinClosed)
         });
     }
+    // A failure ends the daemon in order: services flush disks and remove sockets.
+    if let Err(error) = announce(&services, args, common) {
+        let _ = events.send(Event::Ended(Err(format!("standard output: {error}"))));
+    }
     std::thread::spawn(move || signals.forever().try_for_each(|signal| events.send(Event::Signal(signal))));
-    announce(&services, args, common);
     let mut started = args.config.as_ref().and_then(|path| Some((path.as_path(), read_config(path).ok()?)));
     let mut result = Ok(());
     for event in happened {
@@ -506,17 +509,16 @@ fn wants_transfer(args: &ServeArgs) -> bool {
         || args.secret_from_stdin
 }
 
-fn announce(services: &[Box<dyn Service>], args: &ServeArgs, common: &Common) {
+fn announce(services: &[Box<dyn Service>], args: &ServeArgs, common: &Common) -> std::io::Result<()> {
     let announcements: Vec<Announcement> = services.iter().map(|service| service.announcement()).collect();
     let all = || announcements.iter().flat_map(|a| &a.addresses);
     if args.secret_from_stdin {
         // The one line that the ssh client waits for.
         let port = all().flat_map(|(_, _, addresses)| addresses).find_map(Address::port).unwrap_or(0);
-        match crate::ssh::reached_at() {
-            Some(ip) => thruway_cli::say!("THRUWAY 1 {port} {ip}"),
-            None => thruway_cli::say!("THRUWAY 1 {port}"),
-        }
-        return;
+        return match crate::ssh::reached_at() {
+            Some(ip) => print::try_say(format_args!("THRUWAY 1 {port} {ip}")),
+            None => print::try_say(format_args!("THRUWAY 1 {port}")),
+        };
     }
     if common.json {
         let mut object = serde_json::Map::new();
@@ -530,7 +532,7 @@ fn announce(services: &[Box<dyn Service>], args: &ServeArgs, common: &Common) {
         for (key, value) in announcements.iter().flat_map(|a| &a.facts) {
             object.insert((*key).into(), value.as_str().into());
         }
-        thruway_cli::say!("{}", serde_json::Value::Object(object));
+        print::try_say(format_args!("{}", serde_json::Value::Object(object)))?;
     } else if !common.quiet {
         for announcement in &announcements {
             for (_, name, addresses) in &announcement.addresses {
@@ -539,6 +541,7 @@ fn announce(services: &[Box<dyn Service>], args: &ServeArgs, common: &Common) {
             announcement.lines.iter().for_each(|line| thruway_cli::say_error!("{line}"));
         }
     }
+    Ok(())
 }
 
 #[cfg(test)]
