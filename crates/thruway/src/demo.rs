@@ -16,12 +16,20 @@ use thruway_cli::{Common, Failed, print, units};
 /// Arguments of `thruway demo`.
 #[derive(Args)]
 pub(crate) struct DemoArgs {
-    /// Size of the largest file of the data set
-    #[arg(long, default_value = "256M", value_parser = units::parse_size)]
+    /// Size of the largest file of the data set, at least 2M
+    #[arg(long, default_value = "256M", value_parser = parse_file_size)]
     size: u64,
     /// Parent of the temporary directory
     #[arg(long, value_name = "DIR")]
     dir: Option<PathBuf>,
+}
+
+/// Smallest size of the largest file: it is interrupted half-way, and whole blocks of 1 MiB are kept.
+const SIZE_MIN: u64 = 2 << 20;
+
+fn parse_file_size(text: &str) -> Result<u64, String> {
+    let size = units::parse_size(text).map_err(|e| e.to_string())?;
+    if size < SIZE_MIN { Err("too small (expected 2M or more)".into()) } else { Ok(size) }
 }
 
 /// Runs the demonstration.

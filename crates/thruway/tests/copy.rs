@@ -761,6 +761,19 @@ fn a_daemon_that_cannot_announce_itself_ends_in_order() {
 }
 
 #[test]
+fn a_demo_refuses_a_size_that_cannot_be_interrupted() {
+    let lab = Lab::new();
+    let demo = |size: &str| {
+        thruway(lab.dir.path()).args(["demo", "--size", size, "--dir"]).arg(lab.mkdir("dir")).output().unwrap()
+    };
+    let out = demo("2047K");
+    assert_eq!(out.status.code(), Some(2));
+    assert!(stderr(&out).contains("too small (expected 2M or more)"), "{}", stderr(&out));
+    let out = demo("2M");
+    assert!(out.status.success(), "{}", stderr(&out));
+}
+
+#[test]
 fn several_sources_of_one_name_are_one_directory() {
     let lab = Lab::new();
     for (name, file) in [("a", "one"), ("b", "two")] {
