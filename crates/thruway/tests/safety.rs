@@ -5,6 +5,8 @@ mod support;
 use std::ffi::{OsStr, OsString};
 use std::fs;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::io::{BufRead, BufReader};
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -24,6 +26,10 @@ fn slash(path: &Path) -> OsString {
 fn write(path: impl AsRef<Path>, content: &str) {
     fs::create_dir_all(path.as_ref().parent().unwrap()).unwrap();
     fs::write(path, content).unwrap();
+}
+
+fn os(text: impl AsRef<OsStr>) -> OsString {
+    text.as_ref().into()
 }
 
 fn mode(path: impl AsRef<Path>, mode: u32) {
@@ -679,6 +685,80 @@ fn limits_of_the_process_are_errors_with_a_remedy() {
         assert!(stderr(&out).contains(expected), "{limit}: {}", stderr(&out));
         assert!(!stderr(&out).contains("trying again"), "{limit}: {}", stderr(&out));
         assert_eq!(copy.join("small").exists(), limit.starts_with("-f"), "{limit}");
+    }
+}
+
+#[test]
+fn a_daemon_refuses_a_limit_on_open_files_that_one_client_would_reach() {
+    let lab = Lab::new();
+    let (source, served, disk) = (lab.mkdir("source"), lab.mkdir("served"), lab.path("disk"));
+    (0..100).for_each(|i| write(source.join(i.to_string()), "content"));
+    fs::write(source.join("large"), noise(20 << 20, 1)).unwrap();
+    fs::write(&disk, noise(1 << 20, 1)).unwrap();
+    let transfer = vec![os("--listen"), os("127.0.0.1:0"), os("--export"), export("e", &served, "")];
+    let nbd = vec![os("--block"), export("d", &disk, ""), os("--nbd"), os("127.0.0.1:0")];
+    let nfs = vec![os("--share"), export("s", &source, ""), os("--nfs"), os("127.0.0.1:0")];
+    let rdma = ["--iser", "127.0.0.1:0", "--nfs-rdma", "127.0.0.1:0"].map(os).to_vec();
+    let all = [&transfer[..], &nbd, &nfs, &rdma].concat();
+    for listeners in [transfer, nbd, nfs, all] {
+        let with_limit = |limit: u64| {
+            let mut command = Command::new("prlimit");
+            command.arg(format!("--nofile={limit}:{limit}")).args([THRUWAY, "serve", "--json", "--state"]);
+            command.arg(lab.path("state")).args(&listeners).stdin(Stdio::null());
+            command
+        };
+        // The error of a service that cannot start names the remedy; the error of the check also names the limit. If files are
+        // missing to a service that has started, the check names a higher limit the next time.
+        let (mut limit, mut checks) = (10, 0);
+        let (mut child, announced) = loop {
+            let mut child = with_limit(limit).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+            let mut line = String::new();
+            BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
+            if let Ok(announced) = serde_json::from_str::<serde_json::Value>(&line) {
+                break (child, announced);
+            }
+            let out = child.wait_with_output().unwrap();
+            assert_eq!(out.status.code(), Some(1), "{limit}: {}", stderr(&out));
+            assert!(stderr(&out).contains("ulimit -n"), "{limit}: {}", stderr(&out));
+            let error = stderr(&out);
+            let least = error.split_once("is too low, at least ").and_then(|(_, least)| least.split_once(' '));
+            limit = least.map_or(limit + 1, |(least, _)| least.parse().unwrap());
+            checks += u32::from(least.is_some());
+        };
+        assert!(checks > 0, "{listeners:?}: a limit of {limit} has been enough");
+        let at = |service: &str| announced[service][0].as_str().map(String::from);
+        if let Some(at) = at("listening") {
+            for provider in ["auto", "iwarp", "tcp"] {
+                let (there, back) = (format!("tw://{at}/e/{provider}"), lab.path(provider));
+                cp(&lab, &[os("-r"), os("--provider"), os(provider), source.clone().into(), os(&there)]);
+                cp(&lab, &[os("-r"), os("--provider"), os(provider), os(&there), back.clone().into()]);
+                assert_same(&source, &back, Compare::Content);
+                fs::remove_dir_all(&back).unwrap();
+                fs::remove_dir_all(served.join(provider)).unwrap();
+            }
+        }
+        if let Some(at) = at("nbd") {
+            let out = Command::new("nbdinfo").arg("--size").arg(format!("nbd://{at}/d")).output().unwrap();
+            assert!(out.status.success(), "{}", stderr(&out));
+        }
+        if let Some(at) = at("nfs") {
+            let out = thruway(lab.dir.path()).args(["ls", &format!("nfs://{at}/s")]).output().unwrap();
+            assert_eq!(out.stdout.split(|byte| *byte == b'\n').count(), 102, "{}", stderr(&out));
+        }
+        child.kill().unwrap();
+        child.wait().unwrap();
+    }
+}
+
+#[test]
+fn a_small_stack_is_an_error_with_a_remedy() {
+    for limit in ["32", "64", "255"] {
+        let script = format!("ulimit -s {limit}; exec \"$0\" serve --check");
+        let out = Command::new("sh").args(["-c", &script, THRUWAY]).output().unwrap();
+        assert_eq!(out.status.code(), Some(1), "{}", stderr(&out));
+        let expected =
+            format!("thruway: the limit of {limit} KiB on the stack is too low; raise it with ulimit -s 256\n");
+        assert_eq!(stderr(&out), expected);
     }
 }
 

@@ -4,6 +4,7 @@ mod block;
 mod config;
 mod confine;
 mod nfs;
+mod open_files;
 mod transfer;
 mod user;
 
@@ -202,7 +203,10 @@ pub(crate) fn run(args: &ServeArgs, common: &Common) -> Result<(), Failed> {
     let usage = usage.and_then(|()| check_shared_disks(args));
     usage.map_err(|message| Failed::usage("serve", message))?;
     let done = if args.check { check(args, common) } else { serve(args, common) };
-    done.map_err(|message| Failed::operation("serve", message))
+    done.map_err(|message| match limits::remedy(&message) {
+        Some(remedy) => Failed::operation("serve", format!("{message}; {remedy}")),
+        None => Failed::operation("serve", message),
+    })
 }
 
 /// Refuses a share if its directory contains the file of a disk with a cache: clients of the share and of the disk would
@@ -282,7 +286,7 @@ fn serve(args: &ServeArgs, common: &Common) -> Result<(), String> {
     let signals = Signals::new([SIGHUP, SIGINT, SIGTERM, SIGUSR1]).map_err(|e| e.to_string())?;
     // A handled SIGXFSZ does not end the daemon: a write beyond the limit on the size of files fails with EFBIG.
     signal_hook::flag::register(SIGXFSZ, std::sync::Arc::default()).map_err(|e| e.to_string())?;
-    divide_open_files(args);
+    open_files::divide(args);
     prepare_state(args);
     // Made when there is none, or only read: no affair of a daemon that serves already.
     let credentials = wants_transfer(args).then(|| transfer::credentials(args)).transpose()?;
@@ -310,29 +314,10 @@ fn serve(args: &ServeArgs, common: &Common) -> Result<(), String> {
     if let Some(credentials) = credentials {
         services.insert(0, Box::new(TransferService::start(args, credentials)?));
     }
+    open_files::check(args)?;
     // No session has begun yet; disks are open, and clients of theirs name nothing that would be opened.
     become_user(args)?;
     supervise(services, signals, args, common)
-}
-
-/// Divides the files that this process may have open among its listeners. Logs if there are too few for `--max-connections`.
-fn divide_open_files(args: &ServeArgs) {
-    let listeners: Vec<_> = args.block.listeners().into_iter().chain(args.nfs.listeners()).collect();
-    let others = [wants_transfer(args), args.nfs.is_rpcbind()].map(usize::from);
-    limits::set_listeners(listeners.len() + others.iter().sum::<usize>());
-    let wanted = args.block.max_connections as usize;
-    let most = listeners.iter().map(|(protocol, kind)| (protocol, kind.connections_max()));
-    let too_few: Vec<_> = most.filter(|(_, most)| *most < wanted).map(|(p, most)| format!("{most} of {p}")).collect();
-    if too_few.is_empty() {
-        return;
-    }
-    let (files, too_few) = (limits::open_files(), too_few.join(", "));
-    let why = format!(
-        "the limit of {files} open files allows fewer connections than --max-connections {wanted}: {too_few}; \
-         raise it with ulimit -n, or LimitNOFILE= of systemd"
-    );
-    // The user did not ask for the default.
-    if args.block.max_connections == block::MAX_CONNECTIONS { tracing::info!("{why}") } else { tracing::warn!("{why}") }
 }
 
 /// What happens to a daemon.

@@ -178,8 +178,13 @@ impl Spec {
     }
 
     /// Whether it is a directory of this host.
-    pub(super) fn is_directory(&self) -> bool {
+    pub(in crate::serve) fn is_directory(&self) -> bool {
         self.directory().is_some()
+    }
+
+    /// True if its data bypass the page cache.
+    pub(in crate::serve) fn is_direct(&self) -> bool {
+        self.is_direct
     }
 
     /// Directory of the share on this host; `None` for memory.
