@@ -21,7 +21,7 @@ mod ssh;
 use clap::error::{ContextKind, ContextValue};
 use clap::{Parser, Subcommand};
 use std::process::ExitCode;
-use thruway_cli::Common;
+use thruway_cli::{Common, say_error};
 
 /// Copies directory trees, serves disks, shares directories by NFS, and speeds up socket programs, over RDMA, iWARP, shared memory
 /// and TCP.
@@ -70,7 +70,22 @@ fn parse() -> Cli {
     })
 }
 
+/// Smallest limit on the stack. With 128 KiB every command starts; the rest is a reserve.
+const STACK_MIN: u64 = 256 << 10;
+
 fn main() -> ExitCode {
+    let limit = rustix::process::getrlimit(rustix::process::Resource::Stack).current;
+    if let Some(limit) = limit.filter(|limit| *limit < STACK_MIN) {
+        let (limit, least) = (limit >> 10, STACK_MIN >> 10);
+        say_error!("thruway: the limit of {limit} KiB on the stack is too low; raise it with ulimit -s {least}");
+        return ExitCode::FAILURE;
+    }
+    run()
+}
+
+/// Runs the command. It has a frame of its own, so that a small stack is enough for `main`.
+#[inline(never)]
+fn run() -> ExitCode {
     let cli = parse();
     // What nothing else notes the time of.
     let has_times = matches!(&cli.command, Command::Relay(args) if args.is_in_background());
