@@ -184,6 +184,50 @@ fn a_reload_reports_each_change_and_a_check_its_verdict() {
 }
 
 #[test]
+fn a_reload_names_the_settings_of_shares_that_need_a_restart() {
+    let lab = Lab::new();
+    let (first, second, file) = (lab.mkdir("first"), lab.mkdir("second"), lab.path("thruway.toml"));
+    let text = |share: &str| format!("[nfs]\nnfs = ['127.0.0.1:0']\n\n[[nfs.share]]\nname = 's'\n{share}\n");
+    let at = |dir: &Path, more: &str| text(&format!("dir = '{}'\n{more}", dir.display()));
+    fs::write(&file, at(&first, "")).unwrap();
+    let mut daemon = Command::new(THRUWAY);
+    daemon.args(["--json", "serve", "--config"]).arg(&file).arg("--state").arg(lab.path("state"));
+    let mut child = daemon.stdout(Stdio::piped()).stderr(Stdio::piped()).env_remove("THRUWAY_LOG").spawn().unwrap();
+    BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut String::new()).unwrap();
+    let pid = rustix::process::Pid::from_child(&child);
+    let mut lines = BufReader::new(child.stderr.take().unwrap()).lines().map(Result::unwrap);
+    let mut reload = |text: String| {
+        fs::write(&file, text).unwrap();
+        rustix::process::kill_process(pid, rustix::process::Signal::HUP).unwrap();
+        let mut said = Vec::new();
+        loop {
+            let line = lines.next().expect("the daemon runs");
+            match line.strip_prefix("thruway serve: ").or(line.strip_prefix(" WARN thruway::serve::nfs: ")) {
+                Some("reload done") => return said,
+                Some(line) if line.starts_with("re") || line.starts_with("share") => said.push(line.to_string()),
+                _ => {}
+            }
+        }
+    };
+    let dir = "share 's': dir changed: needs a restart";
+    assert_eq!(reload(at(&second, "")), [dir]);
+    // The running share has its old directory with the new rule.
+    let reloaded = |mode: &str| format!("reloaded: share /s = {} ({mode}, squash=root, sec=sys)", first.display());
+    assert_eq!(reload(at(&second, "read-only = true")), [dir.to_string(), reloaded("read-only")]);
+    let all = "async = true\nmode = 'direct'\ndelegations = 'none'";
+    let changed = "share 's': dir, async, mode, delegations changed: needs a restart";
+    assert_eq!(reload(at(&second, all)), [changed.to_string(), reloaded("read-write")]);
+    assert_eq!(reload(at(&first, "")), Vec::<String>::new());
+    let other = at(&first, "").replace("'s'", "'t'");
+    assert_eq!(
+        reload(other),
+        ["share 't' is new: needs a restart", "share 's' is removed: needs a restart; its rules are unchanged"]
+    );
+    child.kill().unwrap();
+    child.wait().unwrap();
+}
+
+#[test]
 fn options_without_effect_are_refused() {
     for (args, named) in [
         (&["--chap", "x"][..], "--chap"),

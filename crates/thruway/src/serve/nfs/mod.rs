@@ -395,22 +395,26 @@ impl Service for NfsService {
                     .into(),
             );
         }
-        let old = |spec: &Spec| self.args.share.iter().find(|old| old.name() == spec.name());
         for spec in &args.share {
-            match old(spec) {
-                Some(old) if spec.is_of_the_same(old) => {}
-                Some(_) => tracing::warn!("share '{}': only who may do what changes without a restart", spec.name()),
-                None => tracing::warn!("share '{}' is new: it is served after a restart", spec.name()),
+            let name = spec.name();
+            let Some(running) = self.args.share.iter().find(|running| running.name() == name) else {
+                tracing::warn!("share '{name}' is new: needs a restart");
+                continue;
+            };
+            let changes = spec.changes_for_restart(running);
+            if !changes.is_empty() {
+                tracing::warn!("share '{name}': {} changed: needs a restart", changes.join(", "));
             }
-            if let Some(share) = self.shares.find(spec.name().as_bytes()) {
-                if *share.policy() != *spec.policy() {
-                    thruway_cli::say_error!("thruway serve: reloaded: {spec}");
-                }
+            if let Some(share) = self.shares.find(name.as_bytes()) {
+                let is_changed = *share.policy() != *spec.policy();
                 share.set_policy(spec.policy().clone());
+                if is_changed {
+                    thruway_cli::say_error!("thruway serve: reloaded: {}", running.with_policy_of(spec));
+                }
             }
         }
         for share in self.shares.iter().filter(|share| !args.share.iter().any(|spec| spec.name() == share.name)) {
-            tracing::warn!("share '{}' is served until a restart, with the rules that it had", share.name);
+            tracing::warn!("share '{}' is removed: needs a restart; its rules are unchanged", share.name);
         }
         Ok(())
     }

@@ -162,10 +162,20 @@ impl Spec {
         &self.policy
     }
 
-    /// Whether it differs from another only in who may do what.
-    pub(super) fn is_of_the_same(&self, other: &Spec) -> bool {
-        let of = |spec: &Spec| Spec { policy: Policy::default(), ..spec.clone() };
-        of(self) == of(other)
+    /// Settings that differ from those of a running share and need a restart, by their names in the configuration file.
+    pub(super) fn changes_for_restart(&self, running: &Spec) -> Vec<&'static str> {
+        let changed = [
+            ("dir", self.source != running.source),
+            ("async", self.is_async != running.is_async),
+            ("mode", self.is_direct != running.is_direct),
+            ("delegations", self.delegate != running.delegate),
+        ];
+        changed.into_iter().filter(|(_, is_changed)| *is_changed).map(|(name, _)| name).collect()
+    }
+
+    /// The same share with the policy of another.
+    pub(super) fn with_policy_of(&self, other: &Spec) -> Spec {
+        Spec { policy: other.policy.clone(), ..self.clone() }
     }
 
     /// Each way in which its callers may show who they are, by whatever rule.
