@@ -47,8 +47,9 @@ under their names only when they are whole, verified and durable.
 PATTERN is a glob (*, ?, [a-z], {a,b}; * matches slashes, too). With a slash it
 is matched against the path below the source, else against names anywhere.
 
-Environment: THRUWAY_SSH is the program in place of ssh, THRUWAY_REMOTE the
-program on the other host, THRUWAY_LOG the log filter (such as debug)."
+Environment: THRUWAY_SSH is the program in place of ssh, with options (such as
+'ssh -p 2222'), THRUWAY_REMOTE the program on the other host, THRUWAY_LOG the log
+filter (such as debug)."
 )]
 pub(crate) struct CpArgs {
     /// Copy directories recursively
@@ -148,7 +149,9 @@ pub(crate) fn hint(argument: &str) -> Option<&'static str> {
              and '--progress plain' writes lines",
         ),
         "--partial" => Some("interrupted copies always resume; '--progress plain' writes lines"),
-        "-e" | "--rsh" => Some("THRUWAY_SSH names the program in place of ssh; its options are set in ~/.ssh/config"),
+        "-e" | "--rsh" => {
+            Some("THRUWAY_SSH is the program in place of ssh, with options, as in THRUWAY_SSH='ssh -p 2222'")
+        }
         "-i" | "--itemize-changes" => Some(
             "'-v' names each item with the reason; '--key' is a key for daemons, those of ssh are set in ~/.ssh/config",
         ),

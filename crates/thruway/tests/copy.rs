@@ -679,6 +679,53 @@ fn mistakes_of_users_of_other_programs_are_explained() {
 }
 
 #[test]
+fn each_failure_to_start_the_other_end_has_its_own_message() {
+    let lab = Lab::new();
+    fs::write(lab.path("f"), "").unwrap();
+    let said = |ssh: Option<&str>, there: &str| {
+        let mut command = with_fake_ssh(&lab);
+        command.env("THRUWAY_REMOTE", there).envs(ssh.map(|ssh| ("THRUWAY_SSH", ssh)));
+        let out = command.arg("cp").arg(lab.path("f")).arg("a.example:g").output().unwrap();
+        assert_eq!(out.status.code(), Some(1), "{ssh:?} {there}: {}", stderr(&out));
+        stderr(&out)
+    };
+    for (ssh, there, expected) in [
+        (Some("/no/ssh"), "thruway", "thruway cp: /no/ssh: not found; install an ssh client"),
+        (Some("ssh 'x"), "thruway", "invalid THRUWAY_SSH 'ssh 'x'"),
+        (
+            Some("sh -c 'exit 255'"),
+            "thruway",
+            "thruway cp: a.example: ssh failed, with the message above; 'ssh a.example",
+        ),
+        (Some("sh -c 'kill -9 $$'"), "thruway", "signal 9 ended ssh before the copy"),
+        (None, "/no/thruway", "no program '/no/thruway' there; install thruway there"),
+        (None, "/dev/null", "'/dev/null' there cannot be executed; check its permissions"),
+        (None, "sh -c 'kill -9 $$';exit $?;", "signal 9 ended 'sh"),
+        (None, "exit 3;", "there ended with exit status 3; its message is above"),
+        (None, "exec echo Welcome;", "'Welcome' came instead of the greeting"),
+        (None, "exec echo THRUWAY 2 4711;", "there has another version; install version"),
+        (None, &format!("{THRUWAY} --no-such-option"), "there refused the options of version"),
+    ] {
+        let said = said(ssh, there);
+        assert!(said.contains(expected), "{ssh:?} {there}: {said}");
+    }
+    // Options after the program, and a program whose path has a space.
+    let source = lab.path("f");
+    let spaced = lab.path("my ssh");
+    let run = |ssh: OsString| {
+        let mut command = with_fake_ssh(&lab);
+        let fake = lab.path("ssh");
+        fs::copy(&fake, &spaced).unwrap();
+        command.env("THRUWAY_SSH", ssh).arg("cp").arg(&source);
+        let out = command.arg(format!("localhost:{}", lab.path("copy").display())).output().unwrap();
+        assert!(out.status.success(), "{}", stderr(&out));
+        fs::remove_file(lab.path("copy")).unwrap();
+    };
+    run(spaced.clone().into());
+    run(format!("env A='b c' '{}'", spaced.display()).into());
+}
+
+#[test]
 fn a_demo_that_is_interrupted_leaves_nothing_behind() {
     for signal in ["INT", "TERM"] {
         let lab = Lab::new();
