@@ -188,6 +188,29 @@ assert new.open(dir, b"f")[0] == OK
 }
 
 #[test]
+fn failed_starts_leave_no_state_that_the_next_start_takes_for_a_loss() {
+    let lab = Lab::new();
+    let (dir, state, log) = (shared(&lab), lab.path("state"), lab.path("log"));
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let (good, taken) = (&*format!("d={}", text(&dir)), taken.local_addr().unwrap().to_string());
+    // A share that cannot be opened, and an address in use.
+    for (share, at, expected) in [("d=/no/such", "127.0.0.1:0", "No such file"), (good, &*taken, "in use")] {
+        let mut failing = Command::new(THRUWAY);
+        failing.args(["serve", "--share", share, "--nfs", at, "--state", text(&state)]);
+        let out = failing.output().unwrap();
+        let said = String::from_utf8_lossy(&out.stderr);
+        assert!(out.status.code() == Some(1) && said.contains(expected), "{said}");
+        let mut command = Command::new(THRUWAY);
+        command.stderr(fs::File::create(&log).unwrap());
+        let args = ["--share", good, "--nfs", "127.0.0.1:0", "--state", text(&state)];
+        Disks::serve_by(&mut command, &args).stop();
+        let said = fs::read_to_string(&log).unwrap();
+        assert!(!said.contains("ERROR"), "{said}");
+        fs::remove_dir_all(&state).unwrap();
+    }
+}
+
+#[test]
 fn a_host_that_opens_many_files_keeps_no_other_from_opening_some() {
     let lab = Lab::new();
     let dir = shared(&lab);

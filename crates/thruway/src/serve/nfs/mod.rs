@@ -94,19 +94,37 @@ const NUMBERS_FILE: &str = "nfs-file-systems";
 /// The file whose lock says that a daemon has its state there.
 const LOCK_FILE: &str = "nfs-lock";
 
-/// The key of handles, which is made when there is none.
-fn handle_key(state: &Path) -> Result<[u8; 32], String> {
-    let path = state.join(KEY_FILE);
-    let failed = |error: &dyn std::fmt::Display| format!("{}: {error}", path.display());
-    match std::fs::read(&path) {
-        Ok(bytes) => bytes.try_into().map_err(|_| failed(&"not a key of NFS handles, which has 32 bytes")),
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
-            durable::create_directories(state).map_err(|e| failed(&e))?;
-            let key = thruway_engine::random::random::<32>();
-            durable::replace(&path, &key, Mode::RUSR | Mode::WUSR).map_err(|e| failed(&e))?;
-            Ok(key)
+/// Key of handles.
+struct HandleKey {
+    path: PathBuf,
+    key: [u8; 32],
+    is_stored: bool,
+}
+
+impl HandleKey {
+    /// Reads the key of the state directory, or creates one if there is none, without storing it.
+    fn load(state: &Path) -> Result<HandleKey, String> {
+        let path = state.join(KEY_FILE);
+        let failed = |error: &dyn std::fmt::Display| format!("{}: {error}", path.display());
+        let (key, is_stored) = match std::fs::read(&path) {
+            Ok(bytes) => (bytes.try_into().map_err(|_| failed(&"not a key of NFS handles, which has 32 bytes"))?, true),
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+                durable::create_directories(state).map_err(|e| failed(&e))?;
+                (thruway_engine::random::random(), false)
+            }
+            Err(error) => return Err(failed(&error)),
+        };
+        Ok(HandleKey { path, key, is_stored })
+    }
+
+    /// Stores a new key. The caller does so after the list of clients is stored and before a client gets a handle: a key without
+    /// the list would mean that the list is lost.
+    fn store(&self) -> Result<(), String> {
+        if self.is_stored {
+            return Ok(());
         }
-        Err(error) => Err(failed(&error)),
+        let stored = durable::replace(&self.path, &self.key, Mode::RUSR | Mode::WUSR);
+        stored.map_err(|error| format!("{}: {error}", self.path.display()))
     }
 }
 
@@ -269,9 +287,7 @@ impl NfsService {
                 state.display()
             )
         })?;
-        // The first start creates the key, so its file exists only after earlier runs.
-        let had_clients = state.join(KEY_FILE).exists();
-        let key = handle_key(state)?;
+        let key = HandleKey::load(state)?;
         let directories = args.share.iter().filter(|share| share.is_directory()).count();
         let failed = |error: std::io::Error| format!("{}: {error}", state.join(NUMBERS_FILE).display());
         let numbers = Arc::new(FileSystemNumbers::load(&state.join(NUMBERS_FILE)).map_err(failed)?);
@@ -288,17 +304,19 @@ impl NfsService {
                 "not started by root: files are used with the rights of this user, for every user of the network"
             );
         }
-        let shares = Shares::new(shares, key)
+        let shares = Shares::new(shares, key.key)
             .map_err(|(one, other)| format!("shares '{one}' and '{other}' cannot be told apart: rename one"))?;
         let shares = Arc::new(shares);
         let reactors = Reactors::start(None).map_err(|e| format!("starting the file service: {e}"))?;
         let v4 = v4::Config {
             lease: Duration::from_secs(args.nfs_lease.into()),
             state_file: Some(state.join(CLIENTS_FILE)),
-            had_clients,
+            // A key is stored only after a list of clients.
+            had_clients: key.is_stored,
         };
         let v4 =
             Nfs4::new(Arc::clone(&shares), v4).map_err(|e| format!("{}: {e}", state.join(CLIENTS_FILE).display()))?;
+        key.store()?;
         let (nlm, nsm) = (Arc::new(Nlm::new(&v4)), Arc::new(Nsm::new(&v4)));
         v4.watch(&reactors);
         let v4 = Arc::new(v4);
