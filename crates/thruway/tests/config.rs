@@ -104,6 +104,73 @@ fn mistakes_are_told_before_anything_starts() {
 }
 
 #[test]
+fn all_mistakes_of_a_file_that_can_be_parsed_are_told_with_their_lines() {
+    let lab = Lab::new();
+    let file = lab.path("wrong.toml");
+    let text = r#"
+[transfer]
+listen = ["0.0.0.0:0"]
+[[transfer.export]]
+name = "a"
+dir = "/no/export"
+[[transfer.export]]
+name = "a"
+dir = "/tmp"
+
+[block]
+nbd = ["0.0.0.0:0"]
+chap = "/no/chap"
+[[block.export]]
+name = "one"
+path = "/no/disk"
+[[block.export]]
+name = "one"
+path = "mem:1M"
+
+[nfs]
+nfs = ["0.0.0.0:0"]
+[[nfs.share]]
+name = "s"
+dir = "/no/share"
+sec = ["krb5"]
+[[nfs.share]]
+name = "s"
+dir = "mem:1M"
+allow = ["cert:a.example"]
+"#;
+    fs::write(&file, text).unwrap();
+    let of_options = [
+        (3, "listening beyond this machine needs --authorized-keys"),
+        (7, "export 'a' is given twice"),
+        (12, "refusing to serve NBD on 0.0.0.0:0"),
+        (13, "--chap requires iSCSI"),
+        (13, "/no/chap: No such file"),
+        (17, "two block exports are named 'one'"),
+        (22, "refusing to serve NFS on 0.0.0.0:0"),
+        (23, "share 's': sec=krb5 requires --nfs-keytab FILE"),
+        (23, "share 's': allow=cert:NAME requires --nfs-tls-ca"),
+        (27, "two shares are named 's'"),
+    ];
+    let of_files = [(4, "export a=/no/export: "), (14, "/no/disk: No such file"), (23, "share 's': /no/share: ")];
+    for more in [&[][..], &["--check"]] {
+        let out = Command::new(THRUWAY).args(["serve", "--config"]).arg(&file).args(more).output().unwrap();
+        assert_eq!(out.status.code(), Some(2));
+        let said = String::from_utf8_lossy(&out.stderr).into_owned();
+        let mut wanted = of_options.to_vec();
+        if !more.is_empty() {
+            wanted.extend(of_files);
+        }
+        wanted.sort_by_key(|(line, _)| *line);
+        assert_eq!(said.lines().count(), wanted.len(), "{said}");
+        for (line, what) in &wanted {
+            let place = format!("thruway serve: {}:{line}: ", file.display());
+            assert!(said.lines().any(|l| l.starts_with(&place) && l.contains(what)), "{place}{what}:\n{said}");
+        }
+        assert!(said.lines().map(|l| l.split(':').nth(2).unwrap().parse::<u32>().unwrap()).is_sorted(), "{said}");
+    }
+}
+
+#[test]
 fn a_reload_reports_each_change_and_a_check_its_verdict() {
     let lab = Lab::new();
     let (served, file, keys) = (lab.mkdir("served"), lab.path("thruway.toml"), lab.path("keys"));

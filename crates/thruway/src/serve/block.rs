@@ -1,5 +1,7 @@
 //! The block service of the daemon: arguments, start, announcement.
 
+use super::Mistake;
+use super::config::again;
 use clap::Args;
 use std::collections::HashMap;
 use std::error::Error;
@@ -107,8 +109,8 @@ impl BlockArgs {
         [&self.chap, &self.tls_cert, &self.tls_key, &self.tls_ca].into_iter().flatten()
     }
 
-    /// Refuses what would be without effect, and what would serve everybody without having been asked to.
-    pub(super) fn check(&self, anonymous: bool) -> Result<(), String> {
+    /// Mistakes of the options: without effect, two disks of one name, or open to everybody unasked.
+    pub(super) fn check(&self, anonymous: bool) -> Vec<Mistake> {
         let iscsi = !self.iscsi.is_empty() || !self.iser.is_empty();
         let nbd = !self.nbd.is_empty() || !iscsi;
         let given = [
@@ -119,42 +121,49 @@ impl BlockArgs {
             ("--chap", self.chap.is_some(), iscsi, "iSCSI (--iscsi or --iser ADDR:PORT)"),
             ("--initiator", !self.initiator.is_empty(), iscsi, "iSCSI (--iscsi or --iser ADDR:PORT)"),
         ];
+        let mut mistakes: Vec<Mistake> = Vec::new();
         for (option, is_given, has_use, wanted) in given {
             if is_given && self.block.is_empty() {
-                return Err(format!("{option} requires at least one --block NAME=PATH"));
-            }
-            if is_given && !has_use {
-                return Err(format!("{option} requires {wanted}"));
+                mistakes.push((option.into(), format!("{option} requires at least one --block NAME=PATH")));
+            } else if is_given && !has_use {
+                mistakes.push((option.into(), format!("{option} requires {wanted}")));
             }
         }
         let mut names = std::collections::HashSet::new();
-        if let Some(spec) = self.block.iter().find(|spec| !names.insert(&spec.name)) {
-            return Err(format!("two block exports are named '{}'", spec.name));
+        for spec in self.block.iter().filter(|spec| !names.insert(&spec.name)) {
+            let what = again(&format!("disk '{}'", spec.name));
+            mistakes.push((what, format!("two block exports are named '{}'", spec.name)));
         }
-        self.check_exposure(anonymous)?;
-        self.secrets().map(drop)
+        mistakes.extend(self.exposure(anonymous));
+        mistakes.extend(self.secrets().err().map(|error| ("--chap".into(), error)));
+        mistakes
     }
 
-    /// Refuses to serve disks to other hosts without authentication.
-    fn check_exposure(&self, anonymous: bool) -> Result<(), String> {
+    /// Listeners that would serve disks to other hosts without authentication.
+    fn exposure(&self, anonymous: bool) -> Vec<Mistake> {
+        let mut mistakes = Vec::new();
         if anonymous {
-            return Ok(());
+            return mistakes;
         }
         if let Some(open) = self.nbd.iter().find(|a| !a.is_local())
             && self.tls_ca.is_none()
         {
-            return Err(format!(
+            let mistake = format!(
                 "refusing to serve NBD on {open} without authentication; use --tls-cert, --tls-key and --tls-ca, or --anonymous"
-            ));
+            );
+            mistakes.push(("--nbd".into(), mistake));
         }
-        if let Some(open) = self.iscsi.iter().chain(&self.iser).find(|a| !a.ip().to_canonical().is_loopback())
-            && self.chap.is_none()
-        {
-            return Err(format!(
-                "refusing to serve iSCSI on {open} without authentication; use --chap FILE, or --anonymous"
-            ));
+        for (option, addresses) in [("--iscsi", &self.iscsi), ("--iser", &self.iser)] {
+            if let Some(open) = addresses.iter().find(|a| !a.ip().to_canonical().is_loopback())
+                && self.chap.is_none()
+            {
+                let mistake = format!(
+                    "refusing to serve iSCSI on {open} without authentication; use --chap FILE, or --anonymous"
+                );
+                mistakes.push((option.into(), mistake));
+            }
         }
-        Ok(())
+        mistakes
     }
 
     fn tls(&self) -> Result<Option<Arc<TlsServer>>, String> {
@@ -188,7 +197,7 @@ impl BlockArgs {
 
     /// Errors that would keep disks from being served, as far as they can be found without opening disks. Each comes with
     /// the part of the configuration that it concerns.
-    pub(super) fn mistakes(&self) -> Vec<(String, String)> {
+    pub(super) fn mistakes(&self) -> Vec<Mistake> {
         let nodes = usable_nodes().len();
         let disks = Spec::check(&self.block, nodes).into_iter();
         let disks = disks.map(|(name, error)| (format!("disk '{name}'"), format!("block export '{name}': {error}")));

@@ -227,6 +227,11 @@ fn command() -> clap::Command {
     ServeArgs::augment_args(clap::Command::new("serve")).no_binary_name(true)
 }
 
+/// Key of the line number of the second entry with a name.
+pub(super) fn again(what: &str) -> String {
+    format!("{what} again")
+}
+
 /// Parses the text of a configuration file.
 ///
 /// # Errors
@@ -279,9 +284,11 @@ impl Reader<'_> {
         self.mistakes.push(Diagnostic { span, what: what.into() });
     }
 
-    /// Records the byte offset of an entry. [`parse`] replaces it by the line number.
+    /// Records the byte offset of an entry. [`parse`] replaces it by the line number. A second entry of the same name is recorded
+    /// apart ([`again`]).
     fn place(&mut self, what: String, span: Range<usize>) {
-        self.file.lines.insert(what, span.start);
+        let what = if self.file.lines.contains_key(&what) { again(&what) } else { what };
+        self.file.lines.entry(what).or_insert(span.start);
     }
 
     fn table(&mut self, table: &Table, content: &DeTable<'_>) {
@@ -663,7 +670,7 @@ const INTRODUCTION: &str = r#"# The configuration file
 `thruway serve`, by the same names and with the same values. Options on the command line are added to lists, and take
 the place of single values. The file is checked whole before anything is started, and every error is reported with its line
 number. `thruway serve --config FILE --check` also opens the directories, disks, keys and certificates in it. It starts nothing, so a daemon may already
-serve them, and does not check whether addresses are free. It reports mistakes with file and line, or that the configuration is valid. Duplicate names and missing directories or files have no line, and only the first of them is reported.
+serve them, and does not check whether addresses are free. It reports every mistake, with file and line if it is in the file, or that the configuration is valid. Mistakes of the file's syntax and values are reported first, alone.
 
 `SIGHUP` reloads the authorized keys, the certificates and the rules of shares. The daemon prints a line for each reloaded item and for each mistake. Other settings need a restart: if one has changed, the daemon prints a line with
 file and line number. The last line begins with `reload done` or `reload with mistakes`. A configuration file with mistakes changes nothing but the authorized keys, which are reloaded in any case.

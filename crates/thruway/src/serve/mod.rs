@@ -198,36 +198,67 @@ pub(crate) fn run(args: &ServeArgs, common: &Common) -> Result<(), Failed> {
         }
         None => args,
     };
-    let nfs = || args.nfs.check(args.anonymous, args.user.is_some());
-    let usage = args.block.check(args.anonymous).and_then(|()| nfs()).and_then(|()| transfer::check(args));
-    let usage = usage.and_then(|()| check_shared_disks(args));
-    usage.map_err(|message| Failed::usage("serve", message))?;
-    let done = if args.check { check(args, common) } else { serve(args, common) };
+    let mistakes = usage_mistakes(args);
+    if args.check {
+        return check(args, common, mistakes);
+    }
+    if !mistakes.is_empty() {
+        return Err(Failed::usage("serve", located(args, mistakes)));
+    }
+    let done = serve(args, common);
     done.map_err(|message| match limits::remedy(&message) {
         Some(remedy) => Failed::operation("serve", format!("{message}; {remedy}")),
         None => Failed::operation("serve", message),
     })
 }
 
-/// Refuses a share if its directory contains the file of a disk with a cache: clients of the share and of the disk would
-/// not see each other's writes. Compares canonical paths, so other hard links of the file are not found.
-fn check_shared_disks(args: &ServeArgs) -> Result<(), String> {
+/// A part of the configuration (`--option`, `export 'name'`) and the mistake in it.
+type Mistake = (String, String);
+
+/// Mistakes that the options alone show: without effect, contradictory, or open to everybody unasked.
+fn usage_mistakes(args: &ServeArgs) -> Vec<Mistake> {
+    let mut mistakes = args.block.check(args.anonymous);
+    mistakes.extend(args.nfs.check(args.anonymous, args.user.is_some()));
+    mistakes.extend(transfer::check(args));
+    mistakes.extend(shared_disks(args));
+    mistakes
+}
+
+/// Mistakes for messages: a line for each, with file and line number if it is in the configuration file.
+fn located(args: &ServeArgs, mut mistakes: Vec<Mistake>) -> String {
+    let mut told = std::collections::HashSet::new();
+    mistakes.retain(|(_, mistake)| told.insert(mistake.clone()));
+    let file = args.config.as_ref().and_then(|path| Some((path, read_config(path).ok()?)));
+    let line = |what: &str| file.as_ref().and_then(|(path, file)| Some((path, file.line(what)?)));
+    mistakes.sort_by_key(|(what, _)| line(what).map_or(usize::MAX, |(_, line)| line));
+    let lines = mistakes.iter().map(|(what, mistake)| match line(what) {
+        Some((path, line)) => format!("{}:{line}: {mistake}", path.display()),
+        None => mistake.clone(),
+    });
+    lines.collect::<Vec<_>>().join("\nthruway serve: ")
+}
+
+/// Shares with the file of a cached disk in their directory: clients of the share and of the disk would not see
+/// each other's writes. Compares canonical paths, so other hard links of the file are not found.
+fn shared_disks(args: &ServeArgs) -> Vec<Mistake> {
+    let mut mistakes = Vec::new();
     let real = |path: &Path| std::fs::canonicalize(path).ok();
     for disk in args.block.block.iter().filter(|disk| disk.layers.iter().any(|layer| layer.config.role().caches)) {
         for path in disk.source.paths() {
             let is_in = |dir: &Path| real(path).is_some_and(|path| real(dir).is_some_and(|dir| path.starts_with(dir)));
             if let Some(share) = args.nfs.share.iter().find(|share| share.directory().is_some_and(is_in)) {
-                return Err(format!(
+                let mistake = format!(
                     "block export '{}': {} is in the directory of share '{}', whose clients would not see the disk's cache; \
                      move the file, or leave out cache=",
                     disk.name,
                     path.display(),
                     share.name()
-                ));
+                );
+                mistakes.push((format!("disk '{}'", disk.name), mistake));
             }
         }
     }
-    Ok(())
+    mistakes
 }
 
 /// What is wrong with a configuration file, or with the options that it makes with those of the command line.
@@ -448,10 +479,10 @@ fn become_user(args: &ServeArgs) -> Result<(), String> {
     Ok(())
 }
 
-/// Says what would keep the daemon from starting.
-fn check(args: &ServeArgs, common: &Common) -> Result<(), String> {
-    // Each mistake with the part of the configuration that it concerns.
-    let mut mistakes = Vec::new();
+/// Reports everything that would keep the daemon from starting, after the mistakes of the options.
+fn check(args: &ServeArgs, common: &Common, usage: Vec<Mistake>) -> Result<(), Failed> {
+    let is_usage = !usage.is_empty();
+    let mut mistakes = usage;
     for export in &args.export {
         let error = check_exports(std::slice::from_ref(export)).err();
         mistakes.extend(error.map(|e| (format!("export '{}'", export.name), e.to_string())));
@@ -477,13 +508,8 @@ fn check(args: &ServeArgs, common: &Common) -> Result<(), String> {
         }
         return Ok(());
     }
-    let file = args.config.as_ref().and_then(|path| Some((path, read_config(path).ok()?)));
-    let place = |what: &str| {
-        let (path, file) = file.as_ref()?;
-        Some(format!("{}:{}: ", path.display(), file.line(what)?))
-    };
-    let mistakes = mistakes.iter().map(|(what, mistake)| place(what).unwrap_or_default() + mistake);
-    Err(mistakes.collect::<Vec<_>>().join("\nthruway serve: "))
+    let mistakes = located(args, mistakes);
+    Err(if is_usage { Failed::usage("serve", mistakes) } else { Failed::operation("serve", mistakes) })
 }
 
 /// Whether there is more to serve than disks and shares.

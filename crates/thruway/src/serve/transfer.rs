@@ -1,6 +1,7 @@
 //! The transfer service of the daemon: credentials, start, announcement.
 
-use super::{ServeArgs, fabric};
+use super::config::again;
+use super::{Mistake, ServeArgs, fabric};
 use crate::endpoint::DEFAULT_PORT;
 use crate::keys;
 use std::error::Error;
@@ -12,7 +13,7 @@ use thruway_server::Address;
 use thruway_server::service::{Announcement, Ended, Service};
 use thruway_transfer::access::AuthorizedKeys;
 use thruway_transfer::auth::{Credentials, KeyPair, from_hex};
-use thruway_transfer::daemon::{Config, Daemon, Stopper, check_export_names};
+use thruway_transfer::daemon::{Config, Daemon, StartError, Stopper, check_export_names};
 
 /// Who the daemon is.
 pub(super) fn credentials(args: &ServeArgs) -> Result<Credentials, String> {
@@ -120,16 +121,25 @@ impl Service for TransferService {
     }
 }
 
-/// Refuses what would serve everybody without having been asked to.
-pub(super) fn check(args: &ServeArgs) -> Result<(), String> {
-    check_export_names(&args.export).map_err(|e| e.to_string())?;
+/// Mistakes of the options: names of exports, and a daemon that is open to everybody unasked.
+pub(super) fn check(args: &ServeArgs) -> Vec<Mistake> {
+    let mut mistakes = Vec::new();
+    for (at, export) in args.export.iter().enumerate() {
+        let what = format!("export '{}'", export.name);
+        let is_second = args.export[..at].iter().any(|earlier| earlier.name == export.name);
+        if let Err(error) = check_export_names(std::slice::from_ref(export)) {
+            mistakes.push((what, error.to_string()));
+        } else if is_second {
+            let error = StartError::DuplicateExport(export.name.clone());
+            mistakes.push((again(&what), error.to_string()));
+        }
+    }
     let has_keys = args.authorized_keys.is_some() || args.secret_from_stdin;
     if !args.anonymous && !is_loopback_only(&args.listen) && !has_keys {
-        return Err(
-            "listening beyond this machine needs --authorized-keys FILE (or --anonymous, to serve anybody)".into()
-        );
+        let error = "listening beyond this machine needs --authorized-keys FILE (or --anonymous, to serve anybody)";
+        mistakes.push(("--listen".into(), error.into()));
     }
-    Ok(())
+    mistakes
 }
 
 /// Starts to listen.

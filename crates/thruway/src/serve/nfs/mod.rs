@@ -6,6 +6,8 @@ mod share;
 use self::rpcbind::{Found, RpcbindMode};
 use self::share::ShareState;
 pub(super) use self::share::Spec;
+use super::Mistake;
+use super::config::again;
 use clap::Args;
 use rustix::fs::Mode;
 use std::collections::HashSet;
@@ -164,56 +166,59 @@ impl NfsArgs {
         !self.share.is_empty() && self.nfs_rpcbind == RpcbindMode::Own
     }
 
-    /// Refuses what would be without effect, and what would serve everybody without having been asked to.
-    pub(super) fn check(&self, anonymous: bool, user: bool) -> Result<(), String> {
+    /// Mistakes of the options: without effect, two shares of one name, or open to everybody unasked.
+    pub(super) fn check(&self, anonymous: bool, user: bool) -> Vec<Mistake> {
+        let mut mistakes: Vec<Mistake> = Vec::new();
+        let mut mistake = |what: &str, why: String| mistakes.push((what.into(), why));
         if self.share.is_empty() {
-            return match (self.nfs.is_empty(), self.nfs_rdma.is_empty()) {
-                (true, true) => Ok(()),
-                (false, _) => Err("--nfs requires at least one --share NAME=DIR".into()),
-                (true, false) => Err("--nfs-rdma requires at least one --share NAME=DIR".into()),
-            };
+            for (option, is_given) in [("--nfs", !self.nfs.is_empty()), ("--nfs-rdma", !self.nfs_rdma.is_empty())] {
+                if is_given {
+                    mistake(option, format!("{option} requires at least one --share NAME=DIR"));
+                }
+            }
+            return mistakes;
         }
+        let what = |spec: &Spec| format!("share '{}'", spec.name());
         let mut names = HashSet::new();
-        if let Some(spec) = self.share.iter().find(|spec| !names.insert(spec.name())) {
-            return Err(format!("two shares are named '{}'", spec.name()));
+        for spec in self.share.iter().filter(|spec| !names.insert(spec.name())) {
+            mistake(&again(&what(spec)), format!("two shares are named '{}'", spec.name()));
         }
         if user {
-            return Err("--user cannot be used with --share: only root can act as the users of clients".into());
+            mistake("--user", "--user cannot be used with --share: only root can act as the users of clients".into());
         }
-        let has_tcp = self.has_tcp();
-        if self.nfs_tls_cert.is_some() && !has_tcp {
-            return Err("--nfs-tls-cert requires NFS over TCP (--nfs ADDR:PORT)".into());
+        if self.nfs_tls_cert.is_some() && !self.has_tcp() {
+            mistake("--nfs-tls-cert", "--nfs-tls-cert requires NFS over TCP (--nfs ADDR:PORT)".into());
         }
-        let mut securities = self.share.iter().flat_map(|spec| spec.securities().map(move |set| (spec, set)));
-        match (securities.find(|(_, set)| set.has_kerberos()), &self.nfs_keytab) {
-            (Some((spec, set)), None) => {
-                return Err(format!("share '{}': sec={set} requires --nfs-keytab FILE", spec.name()));
+        let kerberos = |spec: &Spec| spec.securities().find(|set| set.has_kerberos());
+        let with_kerberos: Vec<_> = self.share.iter().filter_map(|spec| Some((spec, kerberos(spec)?))).collect();
+        if self.nfs_keytab.is_none() {
+            for (spec, set) in &with_kerberos {
+                mistake(&what(spec), format!("share '{}': sec={set} requires --nfs-keytab FILE", spec.name()));
             }
-            (None, Some(_)) => {
-                return Err("--nfs-keytab is without effect: no share has sec=krb5, krb5i or krb5p".into());
-            }
-            _ => {}
+        } else if with_kerberos.is_empty() {
+            let why = "--nfs-keytab is without effect: no share has sec=krb5, krb5i or krb5p";
+            mistake("--nfs-keytab", why.into());
         }
         let is_open = |address: &&SocketAddr| !address.ip().to_canonical().is_loopback();
-        let tcp = self.nfs.iter().filter(|_| self.nfs_tls_ca.is_none());
-        if let Some(open) = tcp.chain(&self.nfs_rdma).find(is_open)
-            && !anonymous
-            && !self.proves_all()
-        {
-            return Err(format!(
-                "refusing to serve NFS on {open}: clients say themselves who their users are; use --anonymous if the network is trusted, Kerberos for all shares (sec=krb5p and --nfs-keytab), or for TCP --nfs-tls-cert, --nfs-tls-key and --nfs-tls-ca"
-            ));
+        let tcp = self.nfs.iter().filter(|_| self.nfs_tls_ca.is_none()).find(is_open);
+        for (option, open) in [("--nfs", tcp), ("--nfs-rdma", self.nfs_rdma.iter().find(is_open))] {
+            if let Some(open) = open.filter(|_| !anonymous && !self.proves_all()) {
+                let why = format!(
+                    "refusing to serve NFS on {open}: clients say themselves who their users are; use --anonymous if the network is trusted, Kerberos for all shares (sec=krb5p and --nfs-keytab), or for TCP --nfs-tls-cert, --nfs-tls-key and --nfs-tls-ca"
+                );
+                mistake(option, why);
+            }
         }
         let by_name = |rule: &Rule| matches!(rule.clients, Clients::Certificate(_));
-        if let Some(spec) = self.share.iter().find(|spec| spec.policy().rules.iter().any(by_name))
-            && self.nfs_tls_ca.is_none()
-        {
-            return Err(format!(
+        let needs_names = |spec: &&Spec| self.nfs_tls_ca.is_none() && spec.policy().rules.iter().any(by_name);
+        for spec in self.share.iter().filter(needs_names) {
+            let why = format!(
                 "share '{}': allow=cert:NAME requires --nfs-tls-ca, without which clients have no names",
                 spec.name()
-            ));
+            );
+            mistake(&what(spec), why);
         }
-        Ok(())
+        mistakes
     }
 
     fn tls(&self) -> Result<Option<Arc<TlsServer>>, String> {
@@ -234,7 +239,7 @@ impl NfsArgs {
 
     /// Errors that would keep shares from being served, as far as they can be found without serving. Each comes with the part of the
     /// configuration that it concerns.
-    pub(super) fn mistakes(&self) -> Vec<(String, String)> {
+    pub(super) fn mistakes(&self) -> Vec<Mistake> {
         let share = |spec: &Spec| Some((format!("share '{}'", spec.name()), spec.open(None, 1).err()?));
         let tls = self.tls().err().map(|error| ("--nfs-tls-cert".into(), error));
         let acceptor = self.acceptor().err().map(|error| ("--nfs-keytab".into(), error));
@@ -403,7 +408,10 @@ impl Service for NfsService {
     fn reload(&self) -> Result<(), Box<dyn Error>> {
         self.tls.iter().try_for_each(|tls| tls.reload())?;
         let Some((args, anonymous)) = (self.read_again)()? else { return Ok(()) };
-        args.check(anonymous, false)?;
+        let mistakes: Vec<_> = args.check(anonymous, false).into_iter().map(|(_, mistake)| mistake).collect();
+        if !mistakes.is_empty() {
+            return Err(mistakes.join("; ").into());
+        }
         if (&args.nfs_keytab, &args.nfs_tls_ca) != (&self.args.nfs_keytab, &self.args.nfs_tls_ca) {
             return Err("NFS: nfs-keytab and nfs-tls-ca change by a restart: the shares stay as they were".into());
         }
