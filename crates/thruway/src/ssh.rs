@@ -60,10 +60,11 @@ impl Connection {
             })?;
         let secret = thruway_engine::random::random();
         let mut down = child.stdin.take().expect("piped");
-        let told = writeln!(down, "{}", auth::to_hex(&secret)).and_then(|()| down.flush());
+        // If the other end has gone, its status or its line has the reason.
+        let _ = writeln!(down, "{}", auth::to_hex(&secret));
         let mut up = BufReader::new(child.stdout.take().expect("piped"));
         let mut line = Vec::new();
-        let heard = told.and_then(|()| (&mut up).take(GREETING_MAX).read_until(b'\n', &mut line));
+        let heard = (&mut up).take(GREETING_MAX).read_until(b'\n', &mut line);
         let line = String::from_utf8_lossy(&line);
         let mut connection = Connection { child, _pipe: down };
         let Some((port, told)) = heard.ok().and_then(|_| parse_greeting(&line)) else {
