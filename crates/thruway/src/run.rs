@@ -46,7 +46,8 @@ pub(crate) struct RunArgs {
     /// Print counters when the program has ended
     #[arg(long)]
     stats: bool,
-    /// Write what --explain and --stats say to this file rather than to standard error, and with --json to standard output
+    /// Write the output of --explain and --stats to this file, rather than to standard error or with --json to standard output;
+    /// without both, that of --stats
     #[arg(long, value_name = "FILE")]
     report: Option<PathBuf>,
     /// Write that file also while the program runs, again after so many seconds
@@ -145,14 +146,18 @@ impl Size {
     }
 }
 
+impl RunArgs {
+    /// Counters are wanted: by name, or for a report that would be empty without.
+    fn has_stats(&self) -> bool {
+        self.stats || (self.report.is_some() && !self.explain)
+    }
+}
+
 /// Runs `thruway run`. Returns only if the program could not be started; else this process ends as the program has.
 pub(crate) fn run(args: &RunArgs, common: &Common) -> Result<(), Failed> {
     let mut settings = settings(args).map_err(|why| Failed::usage("run", why))?;
     if let Some(option) = args.relay.any().filter(|_| !args.remote) {
         return Err(Failed::usage("run", format!("{option} needs --remote: without, there is no relay")));
-    }
-    if args.report.is_some() && !args.explain && !args.stats {
-        return Err(Failed::usage("run", "--report needs --stats or --explain: there is nothing to write without"));
     }
     if args.every.is_some() {
         let Some(report) = &args.report else {
@@ -170,7 +175,7 @@ pub(crate) fn run(args: &RunArgs, common: &Common) -> Result<(), Failed> {
     }
     let (program, rest) = args.program.split_first().expect("clap requires one");
     // What this runtime starts has SIGPIPE's default action, and what the supervisor handles, unless something between ignores it again.
-    let is_supervised = args.explain || args.stats;
+    let is_supervised = args.explain || args.has_stats();
     let ignored = ignored_signals(is_supervised);
     let preload = preload(&library);
     let mut command = if ignored.is_empty() {
@@ -255,32 +260,42 @@ pub(crate) fn run(args: &RunArgs, common: &Common) -> Result<(), Failed> {
 struct Said {
     /// For people.
     text: String,
-    /// With `--json`, the counters.
+    /// With `--json`, one object of counters and of the lines of `--explain`.
     json: String,
 }
 
 impl Said {
     fn new(args: &RunArgs, common: &Common, told: &Told, counters: &Counters) -> Said {
-        let mut said = Said::default();
-        if (args.explain || args.stats && !common.json) && counters.processes.load(Ordering::Relaxed) == 0 {
-            said.text += &format!(
-                "thruway: the program has not loaded {LIBRARY}: it is statically linked, or runs with the rights of another user (set-user-ID)\n"
-            );
+        let mut lines = Vec::new();
+        if counters.processes.load(Ordering::Relaxed) == 0 {
+            lines.push(format!(
+                "the program has not loaded {LIBRARY}: it is statically linked, or runs with the rights of another user (set-user-ID)"
+            ));
         }
         if args.explain {
-            explain_all(&told.explain(), counters, &mut said.text);
+            explain_all(&told.explain(), counters, &mut lines);
             if args.remote && counters.relay_not_found.load(Ordering::Relaxed) > 0 {
                 let log = relay::log_path(args.relay.relay_port);
-                said.text += &format!(
-                    "thruway: the log of this host's relay, if 'thruway run' has started it, is {}\n",
+                lines.push(format!(
+                    "the log of this host's relay, if 'thruway run' has started it, is {}",
                     log.display()
-                );
+                ));
             }
         }
-        match (args.stats, common.json) {
-            (true, true) => said.json = as_json(counters),
-            (true, false) => list(counters, &mut said.text),
-            (false, _) => {}
+        let mut said = Said::default();
+        if common.json {
+            let counted = counters.list().filter(|_| args.has_stats());
+            let mut object: serde_json::Map<String, serde_json::Value> =
+                counted.map(|(name, count)| (name.to_owned(), count.into())).collect();
+            if args.explain {
+                object.insert("explain".into(), lines.into());
+            }
+            said.json = format!("{}\n", serde_json::Value::Object(object));
+        } else {
+            said.text = lines.iter().map(|line| format!("thruway: {line}\n")).collect();
+            if args.has_stats() {
+                list(counters, &mut said.text);
+            }
         }
         said
     }
@@ -618,29 +633,35 @@ fn ignored_signals(is_supervised: bool) -> Vec<String> {
     pipe.into_iter().chain(ignored).map(|signal| signal.to_string()).collect()
 }
 
-fn explain_all(log: &Path, counters: &Counters, to: &mut String) {
+fn explain_all(log: &Path, counters: &Counters, lines: &mut Vec<String>) {
     let count = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
     if count(&counters.processes) > 0 && count(&counters.connections) == 0 {
-        *to += "thruway: no TCP connection has been seen: programs that make their own system calls (as those in Go do), that were started without LD_PRELOAD (env -i, sudo), or as another user, stay with TCP, and are not counted\n";
+        lines.push("no TCP connection has been seen: programs that make their own system calls (as those in Go do), that were started without LD_PRELOAD (env -i, sudo), or as another user, stay with TCP, and are not counted".into());
     }
-    for line in std::fs::read_to_string(log).unwrap_or_default().lines() {
-        *to += &format!("thruway: {line}\n");
-    }
+    lines.extend(with_counts(&std::fs::read_to_string(log).unwrap_or_default()));
     let unexplained = count(&counters.unexplained);
     if unexplained > 0 {
-        *to += &format!("thruway: {unexplained} lines more had no place\n");
+        lines.push(format!("{unexplained} lines more had no place"));
     }
     let short = count(&counters.short);
     if short > 0 {
-        *to +=
-            &format!("thruway: {short} ends of connections with fewer calls than are worth it (--after-calls): TCP\n");
+        lines.push(format!("{short} ends of connections with fewer calls than are worth it (--after-calls): TCP"));
     }
 }
 
-fn as_json(counters: &Counters) -> String {
-    let all: serde_json::Map<String, serde_json::Value> =
-        counters.list().map(|(name, count)| (name.to_owned(), count.into())).collect();
-    format!("{}\n", serde_json::Value::Object(all))
+/// The different lines of a text, in the order of their first occurrence. A line that occurs several times has a count behind it.
+fn with_counts(text: &str) -> Vec<String> {
+    let mut counts: Vec<(&str, usize)> = Vec::new();
+    let mut places = std::collections::HashMap::new();
+    for line in text.lines() {
+        let place = *places.entry(line).or_insert(counts.len());
+        match counts.get_mut(place) {
+            Some((_, count)) => *count += 1,
+            None => counts.push((line, 1)),
+        }
+    }
+    let shown = |(line, count)| if count == 1 { String::from(line) } else { format!("{line} ({count} times)") };
+    counts.into_iter().map(shown).collect()
 }
 
 fn list(counters: &Counters, to: &mut String) {
@@ -652,6 +673,12 @@ fn list(counters: &Counters, to: &mut String) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn equal_lines_are_one_with_their_count() {
+        assert_eq!(with_counts("b\na\nb\nc\nb\n"), ["b (3 times)", "a", "c"]);
+        assert!(with_counts("").is_empty());
+    }
 
     #[test]
     fn a_policy_is_understood_or_refused_with_its_mistake() {

@@ -509,8 +509,18 @@ fn what_is_counted_goes_to_a_file_beside_the_programs_output() {
     let full =
         finish(program(None, &["sh", "-c", &format!("{THRUWAY} run --stats --json -- sh -c 'exit 3' >/dev/full")]));
     assert_eq!(full.status.code(), Some(3));
-    let nothing = finish(program(Some(&["--report", report.to_str().unwrap()]), &["true"]));
-    assert_eq!(nothing.status.code(), Some(2));
+    // Without --stats and --explain it has the counters.
+    let alone = finish(program(Some(&["--report", report.to_str().unwrap()]), &["true"]));
+    assert!(alone.status.success() && std::fs::read_to_string(&report).unwrap().contains("thruway: processes"));
+    // With --json, explanations are part of the object.
+    for (options, has_counters) in [(&["--explain", "--json"][..], false), (&["--explain", "--stats", "--json"], true)]
+    {
+        let output = finish(program(Some(options), &["true"]));
+        let object: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+        assert!(object["explain"][0].as_str().unwrap().contains("no TCP connection"), "{object}");
+        assert_eq!(object["processes"].as_u64(), has_counters.then_some(1), "{object}");
+        assert!(output.stderr.is_empty(), "{}", String::from_utf8_lossy(&output.stderr));
+    }
     let nowhere = finish(program(Some(&["--stats", "--report", "/nonexistent/report"]), &["true"]));
     assert_eq!(nowhere.status.code(), Some(125));
 }
