@@ -157,6 +157,13 @@ pub(crate) fn hint(argument: &str) -> Option<&'static str> {
         ),
         "-L" | "--copy-links" => Some("links are copied as links; only those named on the command line are followed"),
         "-x" | "--one-file-system" => Some("other file systems below a source are copied; '--exclude' leaves them out"),
+        "-H" | "--hard-links" | "-A" | "--acls" | "-X" | "--xattrs" | "-t" | "--times" | "-o" | "--owner" | "-g"
+        | "--group" | "-D" | "--perms" => Some(
+            "'-p' keeps mode, times, owner, hard links, special files, access control lists and extended attributes, \
+             and '-a' is -r and -p",
+        ),
+        "-l" | "--links" => Some("links are always copied as links"),
+        "-S" | "--sparse" => Some("holes of files always stay holes"),
         "-R" => Some("'-r' copies directories recursively"),
         "-c" | "--checksum" => Some("every block that is sent is verified; '-u' skips by size and time"),
         _ => None,
@@ -188,6 +195,9 @@ type Given<'a> = (Endpoint, &'a OsString);
 
 /// The sources and the destination.
 fn endpoints<'a>(args: &'a CpArgs) -> Result<(Vec<Given<'a>>, Given<'a>), String> {
+    if args.paths.iter().any(|path| path.is_empty()) {
+        return Err("empty path '' (expected a file or directory; . is the current directory)".into());
+    }
     let parse = |text: &'a OsString| Endpoint::parse(text).map(|endpoint| (endpoint, text));
     let (target, sources) = args.paths.split_last().expect("clap wants two");
     let (target, sources) = (parse(target)?, sources.iter().map(parse).collect::<Result<Vec<_>, _>>()?);
@@ -585,7 +595,7 @@ fn local_sources(sources: &[Given<'_>]) -> Result<Vec<(PathBuf, Vec<u8>)>, Strin
     let named = |(endpoint, text): &Given<'_>| {
         let Endpoint::Local(path) = endpoint else { unreachable!("the caller checked") };
         path.symlink_metadata().map_err(|e| {
-            let is_number = text.as_bytes().iter().all(u8::is_ascii_digit);
+            let is_number = !text.is_empty() && text.as_bytes().iter().all(u8::is_ascii_digit);
             let hint = if is_number { "; '-p' has no value: a port for ssh is set in ~/.ssh/config" } else { "" };
             format!("{}: {e}{hint}", shown(path))
         })?;

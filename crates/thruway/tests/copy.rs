@@ -646,10 +646,18 @@ fn mistakes_of_users_of_other_programs_are_explained() {
         ("-L", "links are copied as links"),
         ("-x", "'--exclude'"),
         ("-c", "every block"),
+        ("-H", "'-p' keeps mode"),
+        ("-aHAX", "'-p' keeps mode"),
+        ("-rt", "'-p' keeps mode"),
+        ("-l", "always copied as links"),
     ] {
         said(2, &[&"cp", &option, &"x", &"h:y", &"z"], expected);
     }
     said(1, &[&"cp", &"-p", &"2222", &lab.path("f"), &"h:y"], "a port for ssh is set in ~/.ssh/config");
+    for paths in [["", "x"], ["x", ""]] {
+        let out = said(2, &[&"cp", &paths[0], &paths[1]], "thruway cp: empty path ''");
+        assert!(!stderr(&out).contains("-p"), "{}", stderr(&out));
+    }
     said(1, &[&"cp", &daemon.url("e/*.log"), &lab.mkdir("here")], "patterns are not expanded on the other host");
     said(2, &[&"cp", &lab.path("f"), &"tw://127.0.0.1"], "no export is named");
     let absolute = lab.path("none/x");
