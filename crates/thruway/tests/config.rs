@@ -4,6 +4,7 @@ mod support;
 
 use std::fs;
 use std::io::{BufRead, BufReader};
+use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
 use support::disks::{Disks, ok};
@@ -175,6 +176,7 @@ fn a_reload_reports_each_change_and_a_check_its_verdict() {
     let lab = Lab::new();
     let (served, file, keys) = (lab.mkdir("served"), lab.path("thruway.toml"), lab.path("keys"));
     fs::write(&keys, "").unwrap();
+    fs::set_permissions(&keys, fs::Permissions::from_mode(0o644)).unwrap();
     let text = |extra: &str| {
         format!(
             "[transfer]\nlisten = ['127.0.0.1:0']\nauthorized-keys = '{}'\n{extra}\n[[transfer.export]]\nname = 'data'\n\
@@ -185,10 +187,20 @@ fn a_reload_reports_each_change_and_a_check_its_verdict() {
     };
     fs::write(&file, text("")).unwrap();
     let check = || {
-        let out = Command::new(THRUWAY).args(["serve", "--check", "--config"]).arg(&file).output().unwrap();
+        let mut command = Command::new(THRUWAY);
+        let out = command.args(["serve", "--check", "--config"]).arg(&file).env_remove("THRUWAY_LOG").output().unwrap();
         (out.status.code(), String::from_utf8_lossy(&out.stderr).into_owned())
     };
     assert_eq!(check(), (Some(0), "thruway serve: the configuration is valid: 1 exports, 1 disks, 0 shares\n".into()));
+    // OpenSSH refuses such a file.
+    for mode in [0o666, 0o664] {
+        fs::set_permissions(&keys, fs::Permissions::from_mode(mode)).unwrap();
+        let (status, said) = check();
+        assert_eq!(status, Some(0));
+        let warning = format!("{}: other users can add keys: its mode is {mode:04o}", keys.display());
+        assert!(said.contains(&warning), "{said}");
+    }
+    fs::set_permissions(&keys, fs::Permissions::from_mode(0o644)).unwrap();
     let mut child = Command::new(THRUWAY)
         .args(["--json", "serve", "--config"])
         .arg(&file)

@@ -488,7 +488,7 @@ fn check(args: &ServeArgs, common: &Common, usage: Vec<Mistake>) -> Result<(), F
         mistakes.extend(error.map(|e| (format!("export '{}'", export.name), e.to_string())));
     }
     if let Some(path) = &args.authorized_keys
-        && let Err(e) = AuthorizedKeys::load(path)
+        && let Err(e) = transfer::load_authorized(path)
     {
         mistakes.push(("--authorized-keys".into(), e.to_string()));
     }

@@ -7,12 +7,13 @@ use crate::keys;
 use std::error::Error;
 use std::io::BufRead;
 use std::net::SocketAddr;
-use std::path::PathBuf;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
 use std::thread::JoinHandle;
 use thruway_server::Address;
 use thruway_server::service::{Announcement, Ended, Service};
 use thruway_transfer::access::AuthorizedKeys;
-use thruway_transfer::auth::{Credentials, KeyPair, from_hex};
+use thruway_transfer::auth::{AuthError, Credentials, KeyPair, from_hex};
 use thruway_transfer::daemon::{Config, Daemon, StartError, Stopper, check_export_names};
 
 /// Who the daemon is.
@@ -29,6 +30,18 @@ pub(super) fn credentials(args: &ServeArgs) -> Result<Credentials, String> {
 
 fn is_loopback_only(listen: &[SocketAddr]) -> bool {
     listen.iter().all(|a| a.ip().to_canonical().is_loopback())
+}
+
+/// Loads the authorized keys. Warns if other users can write to the file, and so add keys.
+pub(super) fn load_authorized(path: &Path) -> Result<AuthorizedKeys, AuthError> {
+    let keys = AuthorizedKeys::load(path)?;
+    if let Some(mode) = path.metadata().ok().map(|meta| meta.mode() & 0o7777).filter(|mode| mode & 0o022 != 0) {
+        tracing::warn!(
+            "{}: other users can add keys: its mode is {mode:04o}; remove the right with chmod go-w",
+            path.display()
+        );
+    }
+    Ok(keys)
 }
 
 /// The running transfer service.
@@ -98,7 +111,7 @@ impl Service for TransferService {
     fn reload(&self) -> Result<(), Box<dyn Error>> {
         if let Some(path) = &self.authorized_keys {
             let failed = |e| format!("cannot reload the authorized keys, keeping the previous ones: {e}");
-            self.stopper.set_authorized(AuthorizedKeys::load(path).map_err(failed)?);
+            self.stopper.set_authorized(load_authorized(path).map_err(failed)?);
             thruway_cli::say_error!("thruway serve: reloaded the authorized keys in {}", path.display());
         }
         Ok(())
@@ -153,7 +166,7 @@ fn start(args: &ServeArgs, credentials: Credentials) -> Result<Daemon, String> {
         listen.push(SocketAddr::from(([127, 0, 0, 1], DEFAULT_PORT)));
     }
     let authorized = match &args.authorized_keys {
-        Some(path) => AuthorizedKeys::load(path).map_err(|e| e.to_string())?,
+        Some(path) => load_authorized(path).map_err(|e| e.to_string())?,
         None => AuthorizedKeys::default(),
     };
     let mut exports = args.export.clone();
