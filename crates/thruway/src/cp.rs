@@ -2,7 +2,7 @@
 
 use crate::endpoint::{Endpoint, tidy};
 use crate::output::{Display, ProgressMode};
-use crate::remote::{Provider, daemon};
+use crate::remote::{Provider, daemon, hint_of_daemon};
 use crate::ssh;
 use clap::{Args, ValueEnum};
 use rustix::fs::{Mode, OFlags};
@@ -339,7 +339,8 @@ fn copy(args: &CpArgs, common: &Common, sources: &[Given<'_>], target: &Given<'_
         let hint =
             resume.filter(|_| kept).map_or(String::new(), |how| format!("; the data copied so far is kept, and {how}"));
         let is_daemon = [&sources[0], target].iter().any(|(e, _)| matches!(e, Endpoint::Daemon { .. }));
-        let remedy = limits::remedy(&why).or(no_daemon(&why).filter(|_| is_daemon));
+        let remedy = limits::remedy(&why).map(String::from);
+        let remedy = remedy.or_else(|| hint_of_daemon(job.remote.addr, &why).filter(|_| is_daemon));
         let remedy = remedy.map_or(String::new(), |remedy| format!("; {remedy}"));
         format!("{}: {why}{remedy}{hint}", job.remote.label)
     })?;
@@ -366,11 +367,6 @@ struct Done {
 struct Item {
     path: String,
     reason: String,
-}
-
-/// Hint for errors of a connection to an address without a listener; `None` for other errors.
-fn no_daemon(why: &str) -> Option<&'static str> {
-    ["refused", "cannot connect"].iter().any(|word| why.contains(word)).then_some("is 'thruway serve' running there?")
 }
 
 /// Text for messages on how to resume an interrupted copy; `None` if another attempt starts from the beginning.

@@ -111,7 +111,11 @@ fn of_daemon(args: &LsArgs) -> Result<Vec<Row>, Failed> {
     let entries = (|| {
         let mut remote = remote::daemon(&host, port, args.key.as_ref())?;
         args.provider.apply_to(&mut remote)?;
-        client::list(&remote, &export, &path).map_err(|e| format!("{}: {e}", remote.label))
+        client::list(&remote, &export, &path).map_err(|e| {
+            let why = e.to_string();
+            let hint = remote::hint_of_daemon(remote.addr, &why).map_or(String::new(), |hint| format!("; {hint}"));
+            format!("{}: {why}{hint}", remote.label)
+        })
     })()
     .map_err(|message| Failed::operation("ls", message))?;
     let row = |e: thruway_transfer::wire::ListEntry| Row { name: e.name, mode: e.mode, size: e.size, mtime: e.mtime };

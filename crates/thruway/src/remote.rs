@@ -2,8 +2,10 @@
 
 use crate::keys;
 use clap::ValueEnum;
-use std::net::ToSocketAddrs;
+use std::io::Read;
+use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
 use std::path::PathBuf;
+use std::time::Duration;
 use thruway_fabric::{Provider as Fabric, iwarp, shm, verbs};
 use thruway_transfer::auth::Credentials;
 use thruway_transfer::client::Remote;
@@ -73,4 +75,34 @@ pub(crate) fn daemon(host: &str, port: u16, key: Option<&PathBuf>) -> Result<Rem
         fabric: iwarp::Config::default().into(),
         transport: Transport::Rdma,
     })
+}
+
+/// Hint for errors of a connection to an address where no daemon listens, or a server of another protocol; `None` for other errors.
+pub(crate) fn hint_of_daemon(addr: SocketAddr, why: &str) -> Option<String> {
+    if ["MPA: invalid request or reply frame", "a control frame that is too long"].iter().any(|w| why.contains(w)) {
+        let port = addr.port();
+        let serves =
+            other_protocol(addr).map_or("may serve another protocol".into(), |other| format!("serves {other}"));
+        return Some(format!(
+            "port {port} {serves}; the port of a daemon follows 'listening on' in the output of 'thruway serve'"
+        ));
+    }
+    ["refused", "cannot connect"]
+        .iter()
+        .any(|word| why.contains(word))
+        .then(|| "is 'thruway serve' running there?".into())
+}
+
+/// Protocols in which the server sends first, with its first bytes.
+const GREETINGS: [(&[u8], &str); 3] = [(b"NBDMAGIC", "NBD"), (b"SSH-", "ssh"), (b"220", "mail or FTP")];
+/// Longest wait for a connection, and for a greeting.
+const GREETING_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// Protocol of the server at an address, by its greeting.
+fn other_protocol(addr: SocketAddr) -> Option<&'static str> {
+    let mut stream = TcpStream::connect_timeout(&addr, GREETING_TIMEOUT).ok()?;
+    stream.set_read_timeout(Some(GREETING_TIMEOUT)).ok()?;
+    let mut greeting = [0; 8];
+    let read = stream.read(&mut greeting).ok()?;
+    GREETINGS.iter().find(|(start, _)| greeting[..read].starts_with(start)).map(|(_, name)| *name)
 }

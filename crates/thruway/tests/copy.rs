@@ -687,6 +687,22 @@ fn mistakes_of_users_of_other_programs_are_explained() {
 }
 
 #[test]
+fn the_port_of_another_protocol_is_named() {
+    let lab = Lab::new();
+    fs::write(lab.path("f"), "").unwrap();
+    let disks = disks::Disks::serve(&["--block", "d=mem:1M", "--nbd", "127.0.0.1:0"]);
+    let url = format!("tw://{}/e/f", disks.at("nbd"));
+    for provider in ["auto", "iwarp", "tcp"] {
+        let file = lab.path("f");
+        for list in [args(&[&"cp", &"--retries", &"0", &file, &url]), args(&[&"ls", &url])] {
+            let out = thruway(lab.dir.path()).args(list).args(["--provider", provider]).output().unwrap();
+            assert_eq!(out.status.code(), Some(1));
+            assert!(stderr(&out).contains("serves NBD; the port of a daemon"), "{provider}: {}", stderr(&out));
+        }
+    }
+}
+
+#[test]
 fn each_failure_to_start_the_other_end_has_its_own_message() {
     let lab = Lab::new();
     fs::write(lab.path("f"), "").unwrap();
