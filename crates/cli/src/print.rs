@@ -1,7 +1,7 @@
 //! Output that survives a reader who has gone.
 
 /// Prints a line on standard output. Unlike `println!` it ends the program in order when the reader has closed the pipe
-/// (`| head`), and says so when it cannot be written (a full disk). It runs no destructors: a command with children or
+/// (`| head`), and reports a write that fails (a full disk). It runs no destructors: a command with children or
 /// temporary files calls [`try_say`](print::try_say).
 #[macro_export]
 macro_rules! say {
