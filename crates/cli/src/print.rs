@@ -2,7 +2,7 @@
 
 /// Prints a line on standard output. Unlike `println!` it ends the program in order when the reader has closed the pipe
 /// (`| head`), and reports a write that fails (a full disk). It runs no destructors: a command with children or
-/// temporary files calls [`try_say`](print::try_say).
+/// temporary files calls `print::try_say`.
 #[macro_export]
 macro_rules! say {
     ($($text:tt)*) => { $crate::print::say(format_args!($($text)*)) };
