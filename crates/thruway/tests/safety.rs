@@ -709,12 +709,12 @@ fn a_daemon_refuses_a_limit_on_open_files_that_one_client_would_reach() {
         // The error of a service that cannot start names the remedy; the error of the check also names the limit. If files are
         // missing to a service that has started, the check names a higher limit the next time.
         let (mut limit, mut checks) = (10, 0);
-        let (mut child, announced) = loop {
+        let (_daemon, announced) = loop {
             let mut child = with_limit(limit).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
             let mut line = String::new();
             BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
             if let Ok(announced) = serde_json::from_str::<serde_json::Value>(&line) {
-                break (child, announced);
+                break (Daemon { child, addr: String::new(), public_key: String::new() }, announced);
             }
             let out = child.wait_with_output().unwrap();
             assert_eq!(out.status.code(), Some(1), "{limit}: {}", stderr(&out));
@@ -744,8 +744,6 @@ fn a_daemon_refuses_a_limit_on_open_files_that_one_client_would_reach() {
             let out = thruway(lab.dir.path()).args(["ls", &format!("nfs://{at}/s")]).output().unwrap();
             assert_eq!(out.stdout.split(|byte| *byte == b'\n').count(), 102, "{}", stderr(&out));
         }
-        child.kill().unwrap();
-        child.wait().unwrap();
     }
 }
 
@@ -773,7 +771,9 @@ fn a_ring_that_breaks_ends_no_process() {
         let with_fault = |list: &[&OsStr]| {
             let mut command = Command::new("strace");
             command.args(["-f", "-qq", "-o", "/dev/null", "-e", "trace=io_uring_enter"]);
-            command.args(["-e", &format!("inject=io_uring_enter:error={fault}")]).arg(THRUWAY).args(list);
+            command.args(["-e", &format!("inject=io_uring_enter:error={fault}")]);
+            // A killed strace leaves its child running.
+            command.args(["setpriv", "--pdeathsig", "KILL", THRUWAY]).args(list);
             command.env("XDG_CONFIG_HOME", lab.dir.path()).env("THRUWAY_LOG", "error").stdin(Stdio::null());
             command
         };

@@ -144,6 +144,8 @@ impl Pack {
                 Ok(true) if began.elapsed() < TASK_TIME => {}
                 Ok(_) => {
                     files.committer.submit(finished);
+                    // A pack that waits keeps no descriptor.
+                    self.last_dir = None;
                     return self.wait_for_room();
                 }
                 Err(violation) => {
