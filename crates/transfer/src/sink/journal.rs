@@ -52,8 +52,10 @@ const DIRECTORY_MADE: u32 = 1;
 const DIRECTORY_NOT_MADE: u32 = 2;
 /// All directories recorded so far have their attributes.
 const SETTLED: u8 = 8;
+/// The job has changed the inode of a file that it had put in place: its change time was the first number and is the second now.
+const LINKED: u8 = 9;
 /// Highest type of a record.
-const LAST_TYPE: u8 = SETTLED;
+const LAST_TYPE: u8 = LINKED;
 
 /// Names a file within a job.
 pub(crate) type Key = [u8; 16];
@@ -304,6 +306,11 @@ impl Journal {
         if !records.is_empty() {
             self.append(&records);
         }
+    }
+
+    /// This file, put in place by the job, has got another name. Its change time was `before` and is `after`, in nanoseconds.
+    pub(crate) fn linked(&self, key: &Key, before: i64, after: i64) {
+        self.append(&record(LINKED, key, before as u64, after as u64, 0, &[0; DIGEST_LEN]));
     }
 
     /// A sync failed: what is recorded of files that are not in place may be on no medium.
@@ -607,6 +614,11 @@ impl Earlier {
                     self.lacking.remove(&short(&key));
                 } else {
                     self.lacking.insert(short(&key));
+                }
+            }
+            LINKED => {
+                if let Some((_, ctime)) = self.placed.get_mut(&short(&key)).filter(|(_, c)| *c as u64 == fingerprint) {
+                    *ctime = field(record, 28) as i64;
                 }
             }
             VOID => self.unfinished.clear(),

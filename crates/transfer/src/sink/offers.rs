@@ -79,7 +79,8 @@ impl Files {
                 if !self.earlier.is_empty() {
                     self.remove_begun(&place, &key);
                 }
-                let preserve = self.params.options.preserve;
+                // Without the right to replace, the attributes stay as they are.
+                let preserve = self.params.options.preserve && self.tree.may_replace().is_ok();
                 if preserve && !self.promise(key, Promise::Attributes { ours: false }) {
                     return Answer::Send;
                 }

@@ -3,8 +3,9 @@
 use super::names::temp_name;
 use super::{Place, Tree};
 use crate::sink::attributes::{Shortcomings, Trust, Unopened};
+use crate::sink::journal::key_of;
 use crate::wire::Meta;
-use rustix::fs::{AtFlags, FileType, Mode, OFlags, RenameFlags, ResolveFlags, Stat};
+use rustix::fs::{AtFlags, FileType, Mode, OFlags, RenameFlags, ResolveFlags, Stat, Statx};
 use rustix::io::Errno;
 use std::ffi::{CStr, CString};
 use std::io;
@@ -213,14 +214,23 @@ impl Tree {
                 "a hard link to a file that this copy has not put there requires the rights to read and to replace";
             return Err(io::Error::new(io::ErrorKind::PermissionDenied, why));
         }
-        let linked = rustix::fs::statat(&from.dir, &from.name, AtFlags::SYMLINK_NOFOLLOW)?;
-        let special = !FileType::from_raw_mode(linked.st_mode).is_file();
+        let (_, before) = Identity::of(&from.dir, &from.name)?;
+        let special = !FileType::from_raw_mode(before.stx_mode.into()).is_file();
         if !special {
             self.check_link(&to)?;
         }
         self.replace(path, &to, special, |dir, name| {
             rustix::fs::linkat(&from.dir, &from.name, dir, name, AtFlags::empty())
-        })
+        })?;
+        if let Some(journal) = &self.journal {
+            // Without a record of the new change time, the file would count as changed since it was put in place.
+            let (_, after) = Identity::of(&from.dir, &from.name)?;
+            let version = |stat: &Statx| (stat.stx_ino, stat.stx_size, nanoseconds(stat.stx_mtime));
+            if version(&before) == version(&after) {
+                journal.linked(&key_of(target), nanoseconds(before.stx_ctime), nanoseconds(after.stx_ctime));
+            }
+        }
+        Ok(())
     }
 
     /// Makes an entry; where there is one, under a temporary name that is then moved over it.

@@ -1,4 +1,5 @@
 use super::*;
+use crate::sink::journal::{Present, ResumeDecision, Version};
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 use std::path::Path;
@@ -562,4 +563,36 @@ fn attributes_of_a_job_go_to_its_own_directories_only() {
         assert!(tree.finish_early().is_empty());
         assert_eq!(mode_of(&path), 0o700);
     }
+}
+
+/// A link changes the change time of its file, by which the next attempt knows that it is as it was put in place.
+#[test]
+fn a_file_that_got_another_name_is_recorded_still() {
+    let dir = tempfile::tempdir().unwrap();
+    let root: Arc<OwnedFd> = Arc::new(fs::File::open(dir.path()).unwrap().into());
+    let (key, version) = (key_of(b"f"), Version { size: 1, mtime: (1, 0), ctime: (2, 0) });
+    let present = || {
+        let (identity, stat) = Identity::of(&root, c"f").unwrap();
+        Present { identity, ctime: nanoseconds(stat.stx_ctime), as_new: false }
+    };
+    let (journal, _) = Journal::open(&root, &[1; 16]).unwrap();
+    let mut tree = tree(dir.path());
+    tree.journal = Some(Arc::new(journal));
+    file(dir.path(), "f", 0o644);
+    let Present { identity, ctime, .. } = present();
+    tree.journal.as_ref().unwrap().placed([(&key, &version, identity, ctime, false)].into_iter());
+    fs::write(dir.path().join("second"), "in the way").unwrap();
+    for name in ["first", "second"] {
+        tree.link(name.as_bytes(), b"f").unwrap();
+    }
+    assert_eq!(fs::metadata(dir.path().join("f")).unwrap().nlink(), 3);
+    let judge = |present| {
+        let (_, earlier) = Journal::open(&root, &[1; 16]).unwrap();
+        earlier.judge((&key, &version), Some(present), false, || None)
+    };
+    drop(tree);
+    assert!(matches!(judge(present()), ResumeDecision::Placed { lacking: false }));
+    // A change by somebody else does not count as one of the job.
+    fs::set_permissions(dir.path().join("f"), fs::Permissions::from_mode(0o600)).unwrap();
+    assert!(matches!(judge(present()), ResumeDecision::Missing));
 }
