@@ -46,7 +46,7 @@ pub(super) struct Caller {
 }
 
 fn key(client: u64, owner: &[u8], file: &FileIdentity, range: Range) -> UnacknowledgedGrant {
-    (client, owner.into(), file.clone(), (range.start, range.end))
+    (client, owner.into(), file.clone(), (range.start, range.last))
 }
 
 /// Calls a procedure of a program that a client's rpcbind knows, when it is its host's turn.

@@ -68,7 +68,7 @@ impl<'a> Lock<'a> {
         if i64::try_from(self.offset).is_err() {
             return Err(Status::FBIG);
         }
-        let to_the_end = Range { start: self.offset, end: u64::MAX };
+        let to_the_end = Range { start: self.offset, last: u64::MAX };
         Ok(if self.len == 0 { to_the_end } else { Range::new(self.offset, self.len).unwrap_or(to_the_end) })
     }
 
@@ -80,7 +80,7 @@ impl<'a> Lock<'a> {
 
 /// Length of a range, as this protocol has it.
 pub(crate) fn len_of(range: Range) -> u64 {
-    if range.end == u64::MAX { 0 } else { range.len() }
+    if range.last == u64::MAX { 0 } else { range.len() }
 }
 
 /// The parts of [`Lock::key`]: the process, and the owner as the client calls it.

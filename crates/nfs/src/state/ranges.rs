@@ -5,8 +5,8 @@
 pub(crate) struct Range {
     /// First byte.
     pub start: u64,
-    /// Behind the last byte; `u64::MAX` for a lock to the end of the file, whatever that is.
-    pub end: u64,
+    /// Last byte; `u64::MAX` for a lock to the end of the file, whatever that is.
+    pub last: u64,
 }
 
 impl Range {
@@ -14,20 +14,22 @@ impl Range {
     pub(crate) fn new(offset: u64, len: u64) -> Option<Range> {
         match len {
             0 => None,
-            // What begins behind all that can be locked.
-            _ if offset == u64::MAX => None,
-            u64::MAX => Some(Range { start: offset, end: u64::MAX }),
-            _ => Some(Range { start: offset, end: offset.checked_add(len)? }),
+            u64::MAX => Some(Range { start: offset, last: u64::MAX }),
+            _ => Some(Range { start: offset, last: offset.checked_add(len - 1)? }),
         }
     }
 
     /// Its length, as the protocol has it.
     pub(crate) fn len(&self) -> u64 {
-        if self.end == u64::MAX { u64::MAX } else { self.end - self.start }
+        if self.last == u64::MAX { u64::MAX } else { self.last - self.start + 1 }
     }
 
     fn overlaps(&self, other: &Range) -> bool {
-        self.start < other.end && other.start < self.end
+        self.start <= other.last && other.start <= self.last
+    }
+
+    fn is_before(&self, other: &Range) -> bool {
+        self.last.checked_add(1) == Some(other.start)
     }
 }
 
@@ -59,9 +61,10 @@ impl Locks {
             if lock.holder != holder || !lock.range.overlaps(&range) {
                 return true;
             }
-            let before = Range { end: range.start, ..lock.range };
-            let behind = Range { start: range.end, ..lock.range };
-            left.extend([before, behind].into_iter().filter(|r| r.start < r.end).map(|range| Lock { range, ..*lock }));
+            let before = range.start.checked_sub(1).map(|last| Range { last, ..lock.range });
+            let behind = range.last.checked_add(1).map(|start| Range { start, ..lock.range });
+            let rest = [before, behind].into_iter().flatten().filter(|r| r.start <= r.last);
+            left.extend(rest.map(|range| Lock { range, ..*lock }));
             false
         });
         self.0.append(&mut left);
@@ -72,11 +75,11 @@ impl Locks {
         self.unlock(holder, range);
         // Neighbours of the same kind become one.
         self.0.retain(|lock| {
-            let touches = lock.range.end == range.start || lock.range.start == range.end;
+            let touches = lock.range.is_before(&range) || range.is_before(&lock.range);
             let same = lock.holder == holder && lock.is_write == is_write && touches;
             if same {
                 range.start = range.start.min(lock.range.start);
-                range.end = range.end.max(lock.range.end);
+                range.last = range.last.max(lock.range.last);
             }
             !same
         });
@@ -86,21 +89,21 @@ impl Locks {
     /// Whether a range is inside one lock of a holder, which would become two without it.
     pub(super) fn is_inside(&self, holder: u64, range: Range) -> bool {
         let theirs = self.0.iter().filter(|lock| lock.holder == holder);
-        theirs.map(|lock| lock.range).any(|lock| lock.start < range.start && range.end < lock.end)
+        theirs.map(|lock| lock.range).any(|lock| lock.start < range.start && range.last < lock.last)
     }
 
     /// Whether a range is inside one lock of a holder, which is for writing if that is asked.
     pub(super) fn covers(&self, holder: u64, is_write: bool, range: Range) -> bool {
         let theirs = self.0.iter().filter(|lock| lock.holder == holder && (lock.is_write || !is_write));
-        theirs.map(|lock| lock.range).any(|lock| lock.start <= range.start && range.end <= lock.end)
+        theirs.map(|lock| lock.range).any(|lock| lock.start <= range.start && range.last <= lock.last)
     }
 
     /// What a holder has of a range.
     pub(super) fn within(&self, holder: u64, range: Range) -> Vec<(bool, Range)> {
         let theirs = self.0.iter().filter(|lock| lock.holder == holder && lock.range.overlaps(&range));
         let cut = |lock: &Lock| {
-            let Range { start, end } = lock.range;
-            (lock.is_write, Range { start: start.max(range.start), end: end.min(range.end) })
+            let Range { start, last } = lock.range;
+            (lock.is_write, Range { start: start.max(range.start), last: last.min(range.last) })
         };
         theirs.map(cut).collect()
     }
@@ -139,11 +142,14 @@ mod tests {
     #[test]
     fn lengths_are_as_the_protocol_has_them() {
         assert_eq!(Range::new(5, 0), None);
-        assert_eq!(Range::new(5, u64::MAX - 4), None, "beyond the last byte");
-        assert_eq!(Range::new(5, 3), Some(Range { start: 5, end: 8 }));
-        assert_eq!(Range::new(u64::MAX, u64::MAX), None);
+        assert_eq!(Range::new(5, u64::MAX - 3), None, "beyond the last byte");
+        assert_eq!(Range::new(u64::MAX, 2), None, "beyond the last byte");
+        assert_eq!(Range::new(5, 3), Some(Range { start: 5, last: 7 }));
+        assert_eq!(Range::new(5, 3).unwrap().len(), 3);
+        let last_byte = Some(Range { start: u64::MAX, last: u64::MAX });
+        assert_eq!((Range::new(u64::MAX, 1), Range::new(u64::MAX, u64::MAX)), (last_byte, last_byte));
         let to_the_end = Range::new(5, u64::MAX).unwrap();
-        assert_eq!((to_the_end.end, to_the_end.len()), (u64::MAX, u64::MAX));
+        assert_eq!((to_the_end.last, to_the_end.len()), (u64::MAX, u64::MAX));
     }
 
     const BYTES: usize = 24;
@@ -153,10 +159,11 @@ mod tests {
         #[test]
         fn locks_are_as_if_every_byte_had_its_own(
             steps in prop::collection::vec((0..3_u64, 0..3_u8, 0..20_u64, 1..5_u64), 1..60),
+            first in prop::sample::select(vec![0, u64::MAX - (BYTES as u64 - 1)]),
         ) {
             let (mut locks, mut model) = (Locks::default(), [[0_u8; BYTES]; 3]);
             for (holder, what, start, len) in steps {
-                let range = Range::new(start, len).unwrap();
+                let range = Range::new(first + start, len).unwrap();
                 let cells = start as usize..(start + len) as usize;
                 if what == 0 {
                     locks.unlock(holder, range);
@@ -175,7 +182,7 @@ mod tests {
                 for holder in 0..3 {
                     let mut cells = [0_u8; BYTES];
                     for lock in locks.0.iter().filter(|lock| lock.holder == holder) {
-                        for cell in &mut cells[lock.range.start as usize..lock.range.end as usize] {
+                        for cell in &mut cells[(lock.range.start - first) as usize..=(lock.range.last - first) as usize] {
                             prop_assert_eq!(*cell, 0, "one lock of a holder at a byte");
                             *cell = if lock.is_write { 2 } else { 1 };
                         }

@@ -184,6 +184,25 @@ def lock_to_the_end(lab):
 
 
 @case
+def lock_of_the_last_byte(lab):
+    stateid, handle = lab.make()
+    return lab.lock(handle, stateid, at=LAST, length=1)[0]
+
+
+@case
+def lock_of_the_last_byte_that_is_locked(lab):
+    stateid, _, handle = lab.locked(at=LAST - 1, length=LAST)
+    assert lab.lock(handle, stateid, at=LAST - 2, length=1, owner=b"another")[0] == OK
+    return lab.lock(handle, stateid, at=LAST, length=1, owner=b"third")[0]
+
+
+@case
+def lock_beyond_the_last_byte(lab):
+    stateid, handle = lab.make()
+    return lab.lock(handle, stateid, at=LAST, length=2)[0]
+
+
+@case
 def lock_of_an_unknown_type(lab):
     stateid, handle = lab.make()
     return lab.lock(handle, stateid, kind=5)[0]
