@@ -181,3 +181,47 @@ assert other.open(other.handle(b"all", b"snapshot"), b"f")[0] == OK
     python(&daemon.at("nfs"), script, &[]);
     daemon.stop();
 }
+
+#[test]
+fn a_clone_shares_the_blocks_of_its_source() {
+    let lab = Lab::new();
+    let mounted = Mounted::new(&image(&lab, "image", "btrfs"), lab.mkdir("mounted"));
+    let content = support::noise(4 << 20, 1);
+    fs::write(mounted.at.join("source"), &content).unwrap();
+    put(&mounted.at.join("target"), "", 0, 0o666);
+    put(&mounted.at.join("part"), "", 0, 0o666);
+    let daemon = serve(&lab, &[("s", &mounted.at)]);
+    let script = r#"
+client = Client(at, b"client", minor=2)
+share = client.handle(b"s")
+source = client.open(share, b"source")
+handle = lambda of: words(22) + opaque(of)
+def clone(name, source_at=0, target_at=0, length=0):
+    target = client.open(share, name, access=BOTH)
+    assert (source[0], target[0]) == (OK, OK)
+    ranges = long(source_at) + long(target_at) + long(length)
+    status, _ = client.run(handle(source[2]), words(32), handle(target[2]), words(71) + source[1] + target[1] + ranges)
+    assert client.close(target[2], target[1]) == OK
+    return status
+assert clone(b"target") == OK
+assert clone(b"part", 1 << 20, 4096, 8192) == OK
+# Ranges that the file system cannot share (RFC 7862, 15.13.3).
+INVAL = 22
+assert clone(b"target", 1, 0, 4096) == INVAL
+assert clone(b"target", 0, 1, 4096) == INVAL
+assert clone(b"target", 0, 0, 100) == INVAL
+"#;
+    python(&daemon.at("nfs"), script, &[]);
+    assert!(fs::read(mounted.at.join("target")).unwrap() == content);
+    let part = fs::read(mounted.at.join("part")).unwrap();
+    assert!(part.len() == 12288 && part[..4096] == [0; 4096] && part[4096..] == content[1 << 20..][..8192]);
+    // Each extent of the target is one of the source.
+    let extents = |name: &str| {
+        let said = ok("filefrag", &["-v", text(&mounted.at.join(name))]);
+        let rows = said.lines().filter_map(|line| line.split_once(": ")?.1.split_once(": "));
+        rows.map(|(_, physical)| physical.split(':').next().unwrap().trim().to_string()).collect::<Vec<_>>()
+    };
+    assert!(!extents("source").is_empty());
+    assert_eq!(extents("target"), extents("source"));
+    daemon.stop();
+}
