@@ -540,10 +540,13 @@ fn negotiate_block(link: &mut Link, wanted: u32) -> Result<u32, SessionError> {
     Err(LocalError::BlockSize(wanted).into())
 }
 
+/// Most bytes of a listing that a client takes from a daemon: some ten million entries.
+const LISTING_MAX: usize = 1 << 30;
+
 /// Lists a directory, or the one file, at a daemon.
 ///
 /// # Errors
-/// [`SessionError`].
+/// [`SessionError`], also if the listing takes more than 1 GiB.
 pub fn list(remote: &Remote, export: &str, path: &[u8]) -> Result<Vec<ListEntry>, SessionError> {
     let request = SessionRequest {
         direction: Direction::List,
@@ -563,11 +566,15 @@ pub fn list(remote: &Remote, export: &str, path: &[u8]) -> Result<Vec<ListEntry>
     };
     let mut link = request_session(&mut remote.clone(), random(), None, request)?;
     expect_session(&mut link)?;
-    let mut all = Vec::new();
+    let (mut all, mut bytes) = (Vec::new(), 0);
     loop {
         let Control::Listing { entries, last } = expect(&mut link)? else {
             return Err(LinkError::Unexpected("message in a listing").into());
         };
+        bytes += entries.iter().map(|entry| size_of_val(entry) + entry.name.len()).sum::<usize>();
+        if bytes > LISTING_MAX || (entries.is_empty() && !last) {
+            return Err(LinkError::Unexpected("length of a listing").into());
+        }
         all.extend(entries);
         if last {
             link.close();
