@@ -358,6 +358,14 @@ fn names_like_our_own_are_files_like_any_other() {
     let daemon = lab.serve(&served);
     cp(&lab, &args(&[&"-r", &slash(&source), &daemon.url("e/")]));
     assert_same(&source, &served, Compare::Content);
+    for own in [".thruway-0b1c2d3e4f5a69788796a5b4c3d2e1f0.journal", ".f.tw-0b1c2d3e4f5a69788796a5b4c3d2e1f0"] {
+        for target in [daemon.url(&format!("e/{own}")), daemon.url(&format!("e/{own}/"))] {
+            let out = try_cp(&lab, &args(&[&source.join(".report.txt.tw-20240101"), &target]));
+            assert_eq!(out.status.code(), Some(1));
+            assert!(stderr(&out).contains("a name of Thruway's"), "{}", stderr(&out));
+        }
+    }
+    assert_same(&source, &served, Compare::Content);
     let listed = thruway(lab.dir.path()).arg("ls").arg(daemon.url("e/")).output().unwrap();
     assert!(String::from_utf8_lossy(&listed.stdout).contains(".report.txt.tw-20240101"));
     // What another copy is writing right here is no file yet.

@@ -116,6 +116,9 @@ pub(super) fn open(shared: &Shared, asked: &SessionRequest, principal: &Principa
     };
     match asked.direction {
         Direction::Push if export.read_only => refuse(format!("export '{}' is read-only", asked.export)),
+        Direction::Push if asked.path.split(|byte| *byte == b'/').any(sink::is_own_name) => {
+            refuse(format!("{}: a name of Thruway's journals and temporary files", export.shown(&asked.path)))
+        }
         Direction::Push => {
             let (base, path, rights) = writable(export, &asked.path, &allowed(&asked.path, Rights::CREATE, "write")?)?;
             if asked.options.delete && !rights.contains(Rights::DELETE) {
