@@ -198,7 +198,20 @@ impl Device {
     /// # Errors
     /// [`Error::Io`] if the system cannot wait.
     pub fn wait(&self, timeout: Option<Duration>) -> Result<()> {
-        self.0.wait(timeout)
+        self.0.wait(timeout, &|| false)
+    }
+
+    /// As [`Device::wait`], for a thread that polls memory for RDMA Writes: also returns when `ready` returns true. A write adds
+    /// no completion, and the last poll may have placed its data. So the device calls `ready` after each poll of its connections
+    /// and again before the thread sleeps.
+    ///
+    /// The arrival of a write ends the sleep if no other thread drives the device. It does not on devices that place data without
+    /// the processor ([`DeviceAttributes::auto_progress`]).
+    ///
+    /// # Errors
+    /// As [`Device::wait`].
+    pub fn wait_until(&self, timeout: Option<Duration>, ready: impl Fn() -> bool) -> Result<()> {
+        self.0.wait(timeout, &ready)
     }
 }
 

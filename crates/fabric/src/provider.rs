@@ -45,7 +45,8 @@ pub(crate) trait DeviceOps: Send + Sync {
     fn poll_event(&self) -> Option<Event>;
     fn arm(&self) -> bool;
     fn wait_fd(&self) -> BorrowedFd<'_>;
-    fn wait(&self, timeout: Option<Duration>) -> Result<()>;
+    /// As [`crate::Device::wait_until`].
+    fn wait(&self, timeout: Option<Duration>, ready: &dyn Fn() -> bool) -> Result<()>;
     fn wake(&self);
 }
 

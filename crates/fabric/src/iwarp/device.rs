@@ -875,15 +875,16 @@ impl DeviceOps for Handle {
         self.epoll.as_fd()
     }
 
-    fn wait(&self, timeout: Option<Duration>) -> Result<()> {
-        if self.doorbell.has_rung() {
+    fn wait(&self, timeout: Option<Duration>, ready: &dyn Fn() -> bool) -> Result<()> {
+        let is_due = || self.doorbell.has_rung() || ready();
+        if is_due() {
             return Ok(());
         }
         let spin = Duration::from_nanos(self.spin.load(Ordering::Relaxed));
         let start = Instant::now();
         loop {
             self.drive();
-            if self.doorbell.has_rung() {
+            if is_due() {
                 let longer = (spin * 2).clamp(Duration::from_micros(2), SPIN_MAX);
                 self.spin.store(longer.as_nanos() as u64, Ordering::Relaxed);
                 return Ok(());
@@ -896,6 +897,10 @@ impl DeviceOps for Handle {
         }
         self.spin.store(spin.as_nanos() as u64 / 2, Ordering::Relaxed);
         let Some(sleeper) = Sleeper::enter(self)? else { return Ok(()) };
+        // The last poll of the connections may have placed the awaited data. Data that arrives later ends the sleep.
+        if ready() {
+            return Ok(());
+        }
         let limit = timeout.map(|t| t.saturating_sub(start.elapsed()));
         let limit = limit.map(|t| Timespec { tv_sec: t.as_secs() as i64, tv_nsec: t.subsec_nanos().into() });
         use rustix::event::{PollFd, PollFlags};

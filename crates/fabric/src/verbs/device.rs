@@ -785,13 +785,13 @@ impl DeviceOps for Handle {
         self.0.epoll.as_fd()
     }
 
-    fn wait(&self, timeout: Option<Duration>) -> Result<()> {
+    fn wait(&self, timeout: Option<Duration>, ready: &dyn Fn() -> bool) -> Result<()> {
         self.0.drive_sometimes();
         if self.0.lost.load(Ordering::SeqCst) && lock(&self.0.events).is_empty() {
             let why = format!("the RDMA device {} was removed", self.0.attributes.name);
             return Err(Error::io("waiting", io::Error::new(io::ErrorKind::NotConnected, why)));
         }
-        if !self.arm() {
+        if !self.arm() || ready() {
             return Ok(());
         }
         let limit = timeout.map_or(EVENT_POLL_INTERVAL, |t| t.min(EVENT_POLL_INTERVAL));

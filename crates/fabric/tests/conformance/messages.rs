@@ -1,6 +1,7 @@
 //! Sends, writes, reads and atomics, and the order that they keep.
 
 use super::*;
+use std::cell::Cell;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 pub(crate) fn send_and_receive(lab: &Lab) {
@@ -235,6 +236,40 @@ pub(crate) fn waiting_sleeps_and_wakes(lab: &Lab) {
         }
         assert_eq!(out[0].wr_id, 1);
     });
+}
+
+/// An RDMA Write makes no completion at its target. A thread that waits for the data does not sleep if a poll has placed them,
+/// and returns at whatever point of the wait they arrive.
+pub(crate) fn a_wait_for_memory_ends_with_the_write(lab: &Lab) {
+    let (a, mut b) = lab.pair();
+    let start = Instant::now();
+    for mark in 1..=50u8 {
+        let arrived = || a.bytes(0, 1) == [mark];
+        let put = || {
+            b.buffer.write(0, &[mark]);
+            b.post(mark.into(), write(a.mr.remote(0)), &[b.mr.sge(0, 1)]).unwrap();
+            lab.b.progress();
+        };
+        // The call of the condition at which the peer writes. 0: before the wait, and a poll places the data.
+        let at = mark % 5;
+        if at == 0 {
+            put();
+            lab.until("the write", || a.cq.poll(&mut Vec::new(), 1) == 0 && arrived());
+        }
+        let calls = Cell::new(0);
+        let condition = || {
+            calls.set(calls.get() + 1);
+            if calls.get() == at {
+                put();
+            }
+            arrived()
+        };
+        while !condition() {
+            lab.a.wait_until(Some(TIMEOUT), condition).unwrap();
+            assert!(start.elapsed() < TIMEOUT, "the wait missed a write at call {at} of its condition");
+        }
+        lab.ok(&mut b, mark.into());
+    }
 }
 
 pub(crate) fn posting_from_another_thread(lab: &Lab) {

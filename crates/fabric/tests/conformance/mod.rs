@@ -242,6 +242,7 @@ pub(crate) const BEHAVIOURS: &[Behaviour] = behaviours! {
     deregistered_memory_is_not_reachable,
     protection_domains_are_apart,
     waiting_sleeps_and_wakes,
+    a_wait_for_memory_ends_with_the_write,
     posting_from_another_thread,
     order_is_kept_between_threads,
 };
