@@ -115,7 +115,15 @@ struct Run {
 impl Run {
     /// Polls, and fails on a failed completion or a lost connection.
     fn poll(&mut self) -> Result<usize, String> {
-        let n = link::poll(&self.device, &self.cq, &mut self.completed, self.test.wait, REPLY_TIMEOUT)?;
+        self.poll_until(|_| false)
+    }
+
+    /// As [`Run::poll`]; a wait also ends when `arrived` returns true for the first link.
+    #[inline]
+    fn poll_until(&mut self, arrived: impl Fn(&Link) -> bool) -> Result<usize, String> {
+        let first = &self.links[0];
+        let arrived = || arrived(first);
+        let n = link::poll(&self.device, &self.cq, &mut self.completed, self.test.wait, REPLY_TIMEOUT, arrived)?;
         if n == 0 {
             return Ok(0);
         }
@@ -173,7 +181,7 @@ impl Run {
             // The echo may overtake the completion, which makes room for the next.
             let mut completed = false;
             while !completed || run.links[0].stamp_received(size) != mark {
-                run.poll()?;
+                run.poll_until(|link| completed && link.stamp_received(size) == mark)?;
                 completed |= run.completed.drain(..).count() > 0;
                 if run.links[0].qp.error().is_some() {
                     return Err("the peer went away".into());

@@ -49,6 +49,11 @@ impl Session {
         if room { self.post_idle() } else { Ok(()) }
     }
 
+    /// A write has arrived and is not echoed yet.
+    fn has_write_to_echo(&self) -> bool {
+        self.test.watches_memory() && self.link.stamp_received(self.test.size) != self.mark
+    }
+
     fn post_idle(&mut self) -> Result<(), String> {
         while self.idle > 0 && (self.test.op != Op::Send || self.pace.take()) {
             self.idle -= 1;
@@ -97,7 +102,8 @@ impl Server {
             let watches_memory = self.sessions.values().any(|s| s.test.watches_memory());
             // Events are looked at now and then even while completions come thick and fast.
             for _ in 0..4096 {
-                let n = link::poll(&self.device, &self.cq, &mut completed, wait, Duration::from_millis(100))?;
+                let arrived = || watches_memory && self.sessions.values().any(Session::has_write_to_echo);
+                let n = link::poll(&self.device, &self.cq, &mut completed, wait, Duration::from_millis(100), arrived)?;
                 for wc in completed.drain(..) {
                     self.complete(&wc);
                 }
@@ -165,14 +171,12 @@ impl Server {
     }
 
     fn echo_writes(&mut self) {
-        for session in self.sessions.values_mut().filter(|s| s.test.watches_memory()) {
+        for session in self.sessions.values_mut().filter(|s| s.has_write_to_echo()) {
             let mark = session.link.stamp_received(session.test.size);
-            if mark != session.mark {
-                session.link.stamp(session.test.size, mark);
-                // Until there is room for it. That the connection is gone shows as a disconnection.
-                if session.link.post(0, Op::Write, session.test.size).is_ok() {
-                    session.mark = mark;
-                }
+            session.link.stamp(session.test.size, mark);
+            // Until there is room for it. That the connection is gone shows as a disconnection.
+            if session.link.post(0, Op::Write, session.test.size).is_ok() {
+                session.mark = mark;
             }
         }
     }

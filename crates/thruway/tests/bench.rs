@@ -48,6 +48,19 @@ fn sends_do_not_outrun_their_receiver() {
     }
 }
 
+/// An incoming write makes no completion, so both ends poll their memory.
+#[test]
+fn no_write_waits_for_the_time_out() {
+    for provider in ["iwarp", "auto"] {
+        let args = ["bench", "lat", "--loopback", "--wait", "event", "--json", "--op", "write", "--seconds", "0.5"];
+        let done = Command::new(THRUWAY).args(args).args(["--provider", provider]).output().unwrap();
+        assert!(done.status.success(), "{provider}: {}", String::from_utf8_lossy(&done.stderr));
+        let rows: serde_json::Value = serde_json::from_slice(&done.stdout).unwrap();
+        // The time-out of a round trip is 30 s.
+        assert!(rows[0]["lat_us_p999"].as_f64().unwrap() < 10e6, "{provider}: {rows}");
+    }
+}
+
 #[test]
 fn a_daemon_that_other_hosts_can_reach_keeps_its_key() {
     let lab = Lab::new();
