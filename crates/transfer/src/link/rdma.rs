@@ -703,14 +703,19 @@ impl RdmaLink {
         Ok(())
     }
 
+    /// Control messages wait that can still be sent. After the end of the control connection there are none; the slots of its
+    /// failed sends stay in use.
+    fn has_unsent(&self) -> bool {
+        self.control.error().is_none() && !(self.outbox.is_empty() && self.slots.all_sent())
+    }
+
     /// Closes in order, and waits a moment for the peer to do the same, so that the last message
     /// is not lost to a reset: unless nothing more is `expected` of the peer, and the path is a long one, where TCP has the
     /// last message by then and sees to it.
     pub(crate) fn close(mut self, expected: bool) {
         let start = Instant::now();
         let limit = Duration::from_secs(2);
-        let unsent = |link: &RdmaLink| !link.outbox.is_empty() || !link.slots.all_sent();
-        while unsent(&self) && start.elapsed() < limit {
+        while self.has_unsent() && start.elapsed() < limit {
             if let Err(error) = self.turn(Duration::from_millis(100))
                 && !matches!(error, LinkError::DataLost(_))
             {
@@ -774,5 +779,46 @@ impl DataChannel {
         let (_, mr) = self.notices.as_ref().expect("posted for sinks only");
         let sge = [mr.sge(slot * NOTICE_LEN, NOTICE_LEN as u32)];
         Ok(self.qp.post_recv(&RecvRequest { wr_id: KIND_NOTICE_RECV | slot as u64, sges: &sge })?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use thruway_fabric::{ListenOptions, iwarp};
+
+    fn pair() -> (RdmaLink, RdmaLink) {
+        let open = || iwarp::Config::default().open().unwrap();
+        let listening = open();
+        let listener = listening.listen("127.0.0.1:0".parse().unwrap(), &ListenOptions::default()).unwrap();
+        let (addr, credentials, token) = (listener.local_addr(), Credentials::Secret([5; 32]), [6; 16]);
+        std::thread::scope(|scope| {
+            let caller = scope.spawn(|| {
+                let call = Call { addr, credentials: &credentials, token, early: None };
+                RdmaLink::connect(open(), &call).unwrap().0
+            });
+            let request = loop {
+                match listening.poll_event() {
+                    Some(ConnectionEvent::Request(request)) => break request,
+                    _ => listening.wait(None).unwrap(),
+                }
+            };
+            let accepted = RdmaLink::accept(open(), request, &credentials, token).unwrap().0;
+            (accepted, caller.join().unwrap())
+        })
+    }
+
+    /// A source sends its farewell while the sink closes without waiting for it.
+    #[test]
+    fn a_link_whose_peer_has_closed_has_nothing_left_to_send() {
+        let (mut link, peer) = pair();
+        drop(peer);
+        while link.poll(Duration::from_secs(10)).is_ok() {}
+        assert!(link.control.error().is_some());
+        assert!(link.send(&Control::Farewell).is_err());
+        assert!(!link.slots.all_sent(), "the slot of the failed send stays in use");
+        link.queue(Control::Farewell);
+        assert!(!link.has_unsent(), "the link would wait two seconds to send it");
+        link.close(true);
     }
 }
