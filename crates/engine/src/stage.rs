@@ -20,14 +20,14 @@ use std::time::{Duration, Instant};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct StageId(usize);
 
-/// Who a task is done for. Owners take turns.
+/// Owner of a task. Owners take turns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub struct Owner(pub u64);
 
-/// Time after which a task should submit the rest of its work as a new task.
+/// Length of a task. Longer work submits its rest as a new task.
 pub const TASK_TIME: Duration = Duration::from_millis(5);
 
-/// Waiting time after which a task is served by the next free worker of any stage.
+/// Waiting time of a task from which the next free worker of any stage serves it.
 pub const OVERDUE: Duration = Duration::from_millis(20);
 
 type Task = Box<dyn FnOnce() + Send>;
@@ -57,7 +57,7 @@ impl Queue {
         self.len += 1;
     }
 
-    /// Time at which the next task was queued.
+    /// Queueing time of the next task.
     fn next_since(&self) -> Option<Instant> {
         let next = self.owners.get(self.turns.front()?)?;
         next.front().map(|task| task.since)
@@ -77,7 +77,7 @@ impl Queue {
     }
 }
 
-/// The stage whose next task a worker takes: one with an overdue task, otherwise the first from `home` on that has a task.
+/// Chooses a stage for a free worker: the one with the oldest overdue task, otherwise the first from `home` on with a task.
 fn choose(queues: &[Queue], home: usize, now: Instant) -> Option<usize> {
     let stages = queues.len();
     let oldest = (0..stages).filter_map(|stage| Some((queues[stage].next_since()?, stage))).min()?;

@@ -223,8 +223,8 @@ pub struct ListenOptions {
     /// Hand over connections that do not speak the device's protocol as
     /// [`ConnectionEvent::Foreign`] instead of closing them.
     pub accept_foreign: bool,
-    /// Most connections whose requests have not been polled, at least 1. A new one closes the oldest of the origin that has most
-    /// of them. The consumer limits those that it has polled and not answered.
+    /// Most connections before the poll of their requests, at least 1. A new one closes the oldest of the origin with the most
+    /// connections. The consumer limits polled requests itself.
     pub max_pending: usize,
 }
 

@@ -314,7 +314,7 @@ fn a_copy_does_not_swallow_itself() {
         let out = with_fake_ssh(&lab).args(["cp", "-r"]).args([&source, &target]).output().unwrap();
         assert_eq!(out.status.code(), Some(1), "{source:?} {target:?} {}", stderr(&out));
         assert!(stderr(&out).contains("into itself"), "{}", stderr(&out));
-        // A daemon makes the directory that takes the content of another before it hears of the source.
+        // For `DIR/`, a daemon makes the destination before it has a record of the source.
         fs::remove_dir(lab.path("a/m/o")).ok();
         assert_eq!((names(&a), names(&lab.path("a/m"))), (vec!["m".into()], vec!["f".into()]), "{source:?} {target:?}");
     }

@@ -80,8 +80,8 @@ pub enum Principal {
 }
 
 impl Principal {
-    /// The rights of this principal at a path of an export, if they include `needed`: one entry for each place whose grants cover
-    /// the path, the deepest first. A deeper place has at least the rights of those above it, and confines the peer more.
+    /// The rights of this principal at a path of an export, if they include `needed`: one entry for each granted place above the
+    /// path, the deepest first. A deeper place has at least the rights of those above it, and confines the peer more.
     pub fn allowed(&self, export: &str, path: &[u8], needed: Rights) -> Vec<Allowed> {
         let grants = match self {
             Principal::Operator => &[Grant::anywhere(Rights::all())][..],

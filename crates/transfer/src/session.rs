@@ -32,7 +32,7 @@ pub struct Pipeline {
     pub security: StageId,
     /// Blocking file system calls.
     pub files: StageId,
-    /// Whose tasks the session's are.
+    /// Owner of the session's tasks.
     owner: Owner,
     /// Where all this is; `None` on a machine with one memory node.
     node: Option<Node>,
@@ -348,7 +348,7 @@ pub enum LocalError {
     /// The operating system refused, and the journal of the attempt could not be written either.
     #[error("{doing}: {source}; the journal could not be written: {NOT_KEPT}")]
     Unrecorded {
-        /// What was being done, and to what.
+        /// The failed step, such as "writing a/b".
         doing: String,
         /// The cause.
         source: io::Error,

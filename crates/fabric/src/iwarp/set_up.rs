@@ -1,10 +1,10 @@
-//! Places for incoming connections whose requests have not been polled.
+//! Places for incoming connections before the consumer polls their requests.
 
 use std::sync::{Arc, Mutex};
 use thruway_rdma_types::sync::LockUnpoisoned;
 use thruway_tcp::{ByOrigin, Origin};
 
-/// The incoming connections of a device whose requests have not arrived or have not been polled.
+/// The incoming connections of a device before the consumer polls their requests.
 #[derive(Default)]
 pub(super) struct SetUp(Mutex<State>);
 

@@ -445,7 +445,7 @@ impl Running {
     }
 }
 
-/// The owner of the tasks of sessions. Those to which [`Running::is_of`] applies have one.
+/// Owner of the tasks of a session: one for each principal, and one for each origin of anonymous peers.
 fn owner_of(principal: &Principal, origin: Origin) -> Owner {
     let mut hasher = DefaultHasher::new();
     match principal {

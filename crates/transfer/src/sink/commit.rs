@@ -168,7 +168,7 @@ impl Committer {
             return;
         }
         let sender = self.sender.lock().expect("no panics under the lock").clone();
-        // Nobody would subtract files that nobody takes.
+        // After the end of the thread, nothing would subtract the files again.
         let Some(sender) = sender else { return };
         for file in &mut files {
             let Content::Open(open) = &file.content else { continue };

@@ -188,7 +188,8 @@ fn clears_directories(options: &crate::wire::TreeOptions) -> bool {
     options.delete && options.exclude.is_empty()
 }
 
-/// A directory in which nothing is and nothing can be made: it has been removed. The destination of a dry run that does not exist.
+/// An open directory that has been removed: it is empty, and nothing can be made in it. Stands for the missing destination of a
+/// dry run.
 ///
 /// # Errors
 /// If a temporary directory cannot be made.

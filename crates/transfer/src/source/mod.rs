@@ -191,7 +191,7 @@ pub(crate) fn destination_in(dir: &OwnedFd, name: Option<Vec<u8>>) -> rustix::io
     let (mut below, mut last) = ((root.st_dev, root.st_ino), None);
     let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
     while above.len() < ABOVE_MAX {
-        // Without access to a directory, those above it are not told.
+        // Without access to a directory, the list ends there.
         let Ok(next) = rustix::fs::openat(last.as_ref().unwrap_or(dir), c"..", flags, Mode::empty()) else { break };
         let stat = rustix::fs::fstat(&next)?;
         if (stat.st_dev, stat.st_ino) == below {

@@ -245,7 +245,7 @@ pub struct Destination {
     pub above: Vec<u64>,
 }
 
-/// Most directories above a destination that it tells.
+/// Most directories in [`Destination::above`].
 pub const ABOVE_MAX: usize = 256;
 
 /// Answers [`SessionRequest`].

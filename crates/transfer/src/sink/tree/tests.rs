@@ -565,7 +565,7 @@ fn attributes_of_a_job_go_to_its_own_directories_only() {
     }
 }
 
-/// A link changes the change time of its file, by which the next attempt knows that it is as it was put in place.
+/// A link changes the change time of its file. The next attempt compares that time.
 #[test]
 fn a_file_that_got_another_name_is_recorded_still() {
     let dir = tempfile::tempdir().unwrap();
