@@ -146,6 +146,15 @@ impl AuthorizedKeys {
         AuthorizedKeys::parse(&text).map_err(|(line, message)| AuthError::Content { path: path.into(), line, message })
     }
 
+    /// Keys that may replace or delete, but not create. All copies to the daemon require the right to create.
+    pub fn without_create(&self) -> impl Iterator<Item = &PublicKey> {
+        let changes = Rights::REPLACE | Rights::DELETE;
+        self.0.iter().filter_map(move |(key, grants)| {
+            let rights = grants.iter().fold(Rights::empty(), |all, grant| all | grant.rights);
+            (rights.intersects(changes) && !rights.contains(Rights::CREATE)).then_some(key)
+        })
+    }
+
     fn parse(text: &str) -> Result<AuthorizedKeys, (usize, String)> {
         let mut keys: HashMap<PublicKey, Vec<Grant>> = HashMap::new();
         for (index, line) in text.lines().enumerate() {
@@ -282,6 +291,15 @@ mod tests {
         let expected = [(Rights::READ_WRITE, 1), (Rights::CREATE, 0)].map(|(rights, base)| Allowed { rights, base });
         assert_eq!(allowed, expected);
         assert_eq!(principal.allowed("in", b"a/x", Rights::REPLACE), expected[..1]);
+    }
+
+    #[test]
+    fn keys_that_can_change_nothing_are_found() {
+        for (text, found) in
+            [("replace,delete KEY", 1), ("read,delete KEY", 1), ("replace KEY\ncreate,export=a KEY", 0), ("ro KEY", 0)]
+        {
+            assert_eq!(keys(text).unwrap().0.without_create().count(), found, "{text}");
+        }
     }
 
     #[test]

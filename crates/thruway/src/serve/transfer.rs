@@ -41,6 +41,12 @@ pub(super) fn load_authorized(path: &Path) -> Result<AuthorizedKeys, AuthError> 
             path.display()
         );
     }
+    for key in keys.without_create() {
+        tracing::warn!(
+            "{}: {key} may replace or delete, but not create; every copy to the daemon requires 'create'",
+            path.display()
+        );
+    }
     Ok(keys)
 }
 
