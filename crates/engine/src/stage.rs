@@ -2,7 +2,7 @@
 //!
 //! A stage is an explicit queue of tasks. Owners of tasks take turns in it, so that many tasks of one delay the next task of
 //! another by one task each time. Threads are made once; each is *assigned* to a stage, serves that first, and helps any other
-//! while its own is empty. A task that has waited for [`OVERDUE`] precedes the worker's own stage. Every task is stamped when
+//! while its own is empty. Stages with tasks that have waited for [`OVERDUE`] take turns. Every task is stamped when
 //! it is queued, started and finished; from these the monitor, one for all stages, computes queue
 //! delay, waiting and service time, and moves a worker from the stage with the most slack to the
 //! one with the longest delay (Ren 2015, ch. 3).
@@ -77,14 +77,13 @@ impl Queue {
     }
 }
 
-/// Chooses a stage for a free worker: the one with the oldest overdue task, otherwise the first from `home` on with a task.
-fn choose(queues: &[Queue], home: usize, now: Instant) -> Option<usize> {
+/// Chooses a stage for a free worker: the first one behind `last` with an overdue task, otherwise the first from `home` on with a
+/// task. The age of overdue tasks does not count: one owner with a long queue in a stage would keep others from another stage.
+fn choose(queues: &[Queue], home: usize, last: usize, now: Instant) -> Option<usize> {
     let stages = queues.len();
-    let oldest = (0..stages).filter_map(|stage| Some((queues[stage].next_since()?, stage))).min()?;
-    if now.duration_since(oldest.0) >= OVERDUE {
-        return Some(oldest.1);
-    }
-    (0..stages).map(|i| (home + i) % stages).find(|stage| queues[*stage].len > 0)
+    let is_overdue = |queue: &Queue| queue.next_since().is_some_and(|since| now.duration_since(since) >= OVERDUE);
+    let overdue = (1..=stages).map(|i| (last + i) % stages).find(|stage| is_overdue(&queues[*stage]));
+    overdue.or_else(|| (0..stages).map(|i| (home + i) % stages).find(|stage| queues[*stage].len > 0))
 }
 
 /// What a stage has done so far, counted by its threads.
@@ -288,9 +287,10 @@ impl Shared {
 
     fn work(&self, index: usize) {
         let mut state = self.lock();
+        let mut last = 0;
         loop {
             let home = self.assignment[index].load(Ordering::Relaxed);
-            let chosen = choose(&state.queues, home, Instant::now());
+            let chosen = choose(&state.queues, home, last, Instant::now());
             let next = chosen.and_then(|stage| Some((stage, state.queues[stage].pop()?)));
             let Some((stage, Queued { task, since })) = next else {
                 if self.stop.load(Ordering::SeqCst) {
@@ -302,6 +302,7 @@ impl Shared {
                 continue;
             };
             drop(state);
+            last = stage;
             self.counters[stage].started(since);
             let started = Instant::now();
             task();
@@ -434,13 +435,18 @@ mod tests {
     fn an_overdue_task_precedes_the_stage_of_a_worker() {
         let mut queues = [Queue::default(), Queue::default()];
         let start = Instant::now();
-        assert_eq!(choose(&queues, 0, start), None);
+        assert_eq!(choose(&queues, 0, 0, start), None);
         queues[1].push(Owner(1), queued(start));
-        assert_eq!(choose(&queues, 0, start), Some(1), "its own is empty");
+        assert_eq!(choose(&queues, 0, 0, start), Some(1), "its own is empty");
         queues[0].push(Owner(1), queued(start + Duration::from_millis(1)));
-        assert_eq!(choose(&queues, 0, start + OVERDUE / 2), Some(0));
-        assert_eq!(choose(&queues, 0, start + OVERDUE * 2), Some(1), "the oldest");
-        assert_eq!(choose(&queues, 1, start + OVERDUE * 2), Some(1));
+        assert_eq!(choose(&queues, 0, 0, start + OVERDUE / 2), Some(0));
+        let late = start + OVERDUE * 2;
+        assert_eq!(choose(&queues, 0, 0, late), Some(1));
+        assert_eq!(choose(&queues, 0, 1, late), Some(0), "in turns, whichever is older");
+        // A stage without overdue tasks waits, whatever its worker's home.
+        queues[0] = Queue::default();
+        queues[0].push(Owner(2), queued(late));
+        assert_eq!(choose(&queues, 0, 1, late), Some(1));
     }
 
     #[test]
