@@ -8,7 +8,7 @@ mod request;
 
 use crate::access::{AuthorizedKeys, Principal};
 use crate::auth::{Credentials, PublicKey};
-use crate::channel_registry::ChannelRegistry;
+use crate::channel_registry::{ChannelLimits, ChannelRegistry};
 use crate::link::{Arrival, Channels, Link, LinkError, Role, blocks_for, greet};
 use crate::session::{Cancel, LocalError, OnReport, PipelineSet, Progress, SessionError, SessionParams};
 use crate::sink;
@@ -66,6 +66,8 @@ const HANDSHAKES_WAITING_MAX: usize = 4096;
 const HANDSHAKE_DESCRIPTORS: usize = 16;
 /// Most connections that have not sent their first message over RDMA. Fewer where descriptors are few.
 const PENDING_MAX: usize = 1024;
+/// Most data connections of sessions whose peers have not proved their identities. Fewer where descriptors are few.
+const CHANNELS_PENDING_MAX: usize = 512;
 
 /// How a daemon behaves.
 pub struct Config {
@@ -253,7 +255,7 @@ impl Daemon {
             config,
             pipelines,
             exports,
-            channels: Mutex::default(),
+            channels: Mutex::new(ChannelRegistry::new(shares.channels)),
             running: Mutex::default(),
             next_running: AtomicU64::new(0),
             next_session: AtomicU32::new(1),
@@ -371,7 +373,7 @@ impl Shared {
     /// A caller who wants a session: now, or when it is its turn.
     fn call(self: &Arc<Shared>, arrival: Arrival, token: Token, (peer, origin): (SocketAddr, Origin)) {
         // Its data connections may come as soon as it has connected, and wait with it.
-        let opened = lock(&self.channels).register(token, Instant::now());
+        let opened = lock(&self.channels).register(token);
         let Some(arrivals) = opened else {
             tracing::warn!(%peer, "refused: the token of another session");
             return;
@@ -546,6 +548,7 @@ impl Session<'_> {
         let Some(_place) = SessionPlace::take(self.shared, &principal, self.origin) else {
             return self.refuse(link, AbortCode::Busy, "too many sessions; try again later".into());
         };
+        lock(&self.shared.channels).admit(self.registration.token, Instant::now());
         let Control::Session(asked) = link.prompt_control()? else {
             return Err(LinkError::Unexpected("first message").into());
         };
@@ -614,7 +617,7 @@ impl Session<'_> {
                     link.send(&Control::BlockSizeReply { accepted, largest: config.block_len_max })?;
                     block_len = accepted.then_some(len);
                 }
-                Control::Channels(wanted) if count.is_none() => count = Some(wanted.clamp(1, wire::CHANNELS_MAX)),
+                Control::Channels(wanted) if count.is_none() => count = Some(lock(&self.shared.channels).grant(wanted)),
                 _ => return Err(LinkError::Unexpected("message in a negotiation").into()),
             }
             if let (Some(block_len), Some(count)) = (block_len, count) {
@@ -735,6 +738,7 @@ struct ConnectionShares {
     /// Connections over TCP that have not sent their greeting.
     greetings: usize,
     handshakes: Limits,
+    channels: ChannelLimits,
 }
 
 impl ConnectionShares {
@@ -742,16 +746,19 @@ impl ConnectionShares {
     fn of(descriptors: usize) -> ConnectionShares {
         let pending = (descriptors / 4).clamp(16, PENDING_MAX);
         let greetings = (descriptors / 8).clamp(4, GREETINGS_MAX);
-        let all = (descriptors / (4 * HANDSHAKE_DESCRIPTORS)).clamp(4, HANDSHAKES_MAX);
+        let all = (descriptors / (8 * HANDSHAKE_DESCRIPTORS)).clamp(4, HANDSHAKES_MAX);
+        // Sessions are no connections of this kind; their data connections are limited by as many descriptors again.
+        let channels = ChannelLimits { pending: (descriptors / 8).clamp(8, CHANNELS_PENDING_MAX), all: descriptors };
         // A connection that waits has one descriptor and no thread, so a burst may take everything that remains.
-        let remaining = descriptors.saturating_sub(pending + greetings + all * HANDSHAKE_DESCRIPTORS);
+        let remaining =
+            descriptors.saturating_sub(pending + greetings + channels.pending + all * HANDSHAKE_DESCRIPTORS);
         let handshakes = Limits {
             all,
             per_origin: HANDSHAKES_OF_ONE_MAX.min(all.div_ceil(2)),
             waiting: remaining.clamp(8, HANDSHAKES_WAITING_MAX),
             patience: PATIENCE,
         };
-        ConnectionShares { pending, greetings, handshakes }
+        ConnectionShares { pending, greetings, handshakes, channels }
     }
 }
 
@@ -797,8 +804,9 @@ mod tests {
     fn connections_without_a_session_use_the_descriptors_of_one_listener() {
         for open_files in [1 << 10, 4 << 10, 20_000, 1 << 20] {
             let descriptors = open_files / 4;
-            let ConnectionShares { pending, greetings, handshakes } = ConnectionShares::of(descriptors);
-            let used = pending + greetings + handshakes.all * HANDSHAKE_DESCRIPTORS + handshakes.waiting;
+            let ConnectionShares { pending, greetings, handshakes, channels } = ConnectionShares::of(descriptors);
+            let in_handshakes = handshakes.all * HANDSHAKE_DESCRIPTORS + handshakes.waiting;
+            let used = pending + greetings + channels.pending + in_handshakes;
             assert!(used <= descriptors, "{used} of {descriptors}");
         }
         // A burst of 2000 clients waits with a limit of 20,000 open files.
