@@ -92,7 +92,7 @@ impl Walker {
         let mut meta = meta_of(&stat);
         if self.params.options.preserve {
             match thruway_fs::xattr::read_open(file.as_fd()) {
-                Ok(xattrs) => meta.xattrs = xattrs,
+                Ok(xattrs) => meta.xattrs = self.bounded(&c.path, xattrs),
                 Err(e) => {
                     self.tell(&c.path, ReportKind::Incomplete, unreadable(format_args!("extended attributes: {e}")))
                 }

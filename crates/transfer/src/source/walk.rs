@@ -11,7 +11,7 @@ use super::{Ahead, SessionEvent};
 use crate::filter::{Filter, FilterError};
 use crate::protocol::offers::{self, Offers};
 use crate::session::{EventSender, LocalError, Pipeline, Progress, SessionParams};
-use crate::wire::{Answer, Destination, KeepEnd, Meta, OfferEntry, Record, Report, ReportKind};
+use crate::wire::{Answer, Destination, KeepEnd, Meta, OfferEntry, Record, Report, ReportKind, XATTRS_MAX};
 use rustix::fs::{AtFlags, FileType, Mode, OFlags, Stat};
 use rustix::io::Errno;
 use std::collections::HashMap;
@@ -27,6 +27,7 @@ use std::time::Duration;
 use thruway_fs::beneath::{self, Links, join};
 use thruway_fs::listing;
 use thruway_fs::walk::{self, Visit};
+use thruway_fs::xattr;
 
 /// Files up to this size, or a quarter of a block, travel packed.
 const PACK_MAX: u64 = 256 << 10;
@@ -564,11 +565,20 @@ impl Walker {
             let read =
                 from.dir().map_err(io::Error::from).and_then(|dir| thruway_fs::xattr::read(dir.as_fd(), &from.name));
             match read {
-                Ok(xattrs) => meta.xattrs = xattrs,
+                Ok(xattrs) => meta.xattrs = self.bounded(path, xattrs),
                 Err(e) => self.tell(path, ReportKind::Incomplete, unreadable(format_args!("extended attributes: {e}"))),
             }
         }
         meta
+    }
+
+    /// The extended attributes that a record can carry. Reports the rest.
+    pub(super) fn bounded(&self, path: &[u8], mut xattrs: xattr::Attributes) -> xattr::Attributes {
+        if xattrs.len() > XATTRS_MAX {
+            self.tell(path, ReportKind::Incomplete, format!("more than {XATTRS_MAX} extended attributes"));
+            xattrs.truncate(XATTRS_MAX);
+        }
+        xattrs
     }
 
     fn offer(&mut self, mut candidate: Candidate) -> Walk {

@@ -8,7 +8,7 @@ mod block;
 mod record;
 
 pub use block::{BlockHeader, BlockKind, COMPLETION_LEN, Completion, HEADER_LEN};
-pub use record::{KeepEnd, Meta, RECORD_PREFIX_LEN, Record, check_path};
+pub use record::{KeepEnd, Meta, RECORD_PREFIX_LEN, Record, XATTRS_MAX, check_path};
 
 use crate::auth::Credentials;
 use serde::{Deserialize, Serialize, de::DeserializeOwned};

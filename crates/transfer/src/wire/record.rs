@@ -2,6 +2,7 @@
 
 use super::{Malformed, PATH_MAX};
 use serde::{Deserialize, Serialize};
+use thruway_fs::xattr::Attributes;
 
 /// What a file system says of an entry.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
@@ -18,8 +19,37 @@ pub struct Meta {
     pub ctime: (i64, u32),
     /// Size of a file.
     pub size: u64,
-    /// Extended attributes, if they are to be kept.
+    /// Extended attributes, if they are to be kept: at most [`XATTRS_MAX`].
+    #[serde(deserialize_with = "bounded_xattrs")]
     pub xattrs: Vec<(Vec<u8>, Vec<u8>)>,
+}
+
+/// Most extended attributes of an entry. Linux lists names of at most 64 KiB.
+pub const XATTRS_MAX: usize = 1024;
+
+/// Reads extended attributes. Ends with an error before a list that is too long is in memory.
+fn bounded_xattrs<'de, D: serde::Deserializer<'de>>(from: D) -> Result<Attributes, D::Error> {
+    struct Visitor;
+    impl<'de> serde::de::Visitor<'de> for Visitor {
+        type Value = Attributes;
+
+        fn expecting(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+            write!(out, "at most {XATTRS_MAX} extended attributes")
+        }
+
+        fn visit_seq<A: serde::de::SeqAccess<'de>>(self, mut seq: A) -> Result<Self::Value, A::Error> {
+            let mut all = Vec::new();
+            while let Some((name, value)) = seq.next_element::<(Vec<u8>, Vec<u8>)>()? {
+                // Limits of Linux for a name and a value (xattr(7)).
+                if all.len() == XATTRS_MAX || name.len() > 255 || value.len() > 64 << 10 {
+                    return Err(serde::de::Error::custom("too many extended attributes"));
+                }
+                all.push((name, value));
+            }
+            Ok(all)
+        }
+    }
+    from.deserialize_seq(Visitor)
 }
 
 /// A packed record. Paths are relative to the sink's root.
@@ -167,4 +197,25 @@ pub fn check_path(path: &[u8]) -> Result<(), Malformed> {
         return Err(Malformed("path"));
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn extended_attributes_are_bounded() {
+        let record = |xattrs| Record::File { path: b"f".to_vec(), meta: Meta { xattrs, ..Meta::default() } };
+        let taken = |record: &Record| {
+            let encoded = record.encode();
+            let pack = [&Record::prefix(encoded.len(), 0)[..], &encoded].concat();
+            Record::split_first(&pack).is_ok_and(|(decoded, _, _)| decoded == *record)
+        };
+        let one = (b"user.a".to_vec(), b"v".to_vec());
+        assert!(taken(&record(vec![one.clone(); XATTRS_MAX])));
+        assert!(!taken(&record(vec![one; XATTRS_MAX + 1])));
+        assert!(taken(&record(vec![(vec![b'n'; 255], vec![0; 64 << 10])])));
+        assert!(!taken(&record(vec![(vec![b'n'; 256], Vec::new())])));
+        assert!(!taken(&record(vec![(Vec::new(), vec![0; (64 << 10) + 1])])));
+    }
 }
