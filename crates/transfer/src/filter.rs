@@ -18,6 +18,9 @@ pub enum FilterError {
         /// What is wrong with it.
         source: globset::Error,
     },
+    /// It has no name: an unset variable of a script.
+    #[error("invalid pattern '{0}' (expected a name or a path)")]
+    Empty(String),
     /// Too many patterns, or too complicated ones.
     #[error("patterns: {0}")]
     Set(globset::Error),
@@ -41,6 +44,9 @@ impl Patterns {
         let (mut entries, mut directories) = (GlobSetBuilder::new(), GlobSetBuilder::new());
         for pattern in patterns {
             let name = pattern.trim_end_matches('/');
+            if name.is_empty() {
+                return Err(FilterError::Empty(pattern.clone()));
+            }
             let glob = match name.contains('/') {
                 true => Glob::new(name.trim_start_matches('/')),
                 false => Glob::new(&format!("**/{name}")),
@@ -111,6 +117,17 @@ mod tests {
         let builds = filter("", "target/ /top/x/");
         assert_eq!((taken(&builds, "a/target"), taken(&builds, "target")), ([false, true], [false, true]));
         assert_eq!((taken(&builds, "top/x"), taken(&builds, "a/top/x")), ([false, true], [true, true]));
+    }
+
+    #[test]
+    fn an_empty_pattern_is_refused() {
+        for pattern in ["", "/", "//"] {
+            let include = TreeOptions { include: vec![pattern.into()], ..TreeOptions::default() };
+            let exclude = TreeOptions { exclude: vec![pattern.into()], ..TreeOptions::default() };
+            for options in [include, exclude] {
+                assert!(matches!(Filter::new(&options), Err(FilterError::Empty(_))), "{pattern:?}");
+            }
+        }
     }
 
     #[test]
