@@ -10,6 +10,7 @@ use std::ffi::{CStr, CString};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
 
 /// Names that are read from a directory before the first of them are removed.
 const BATCH: usize = 64 << 10;
@@ -36,6 +37,8 @@ pub struct Remover<'a> {
     pub dry_run: bool,
     /// Set to stop.
     pub is_over: &'a AtomicBool,
+    /// Time at which to stop with the error `Interrupted`; the rest is still there.
+    pub until: Option<Instant>,
     /// Called with the path of each removed entry; in a dry run, of each entry that would be removed.
     pub on_removed: &'a dyn Fn(&[u8]),
 }
@@ -93,6 +96,9 @@ impl Remover<'_> {
         loop {
             if self.is_over.load(Ordering::SeqCst) {
                 return Err(io::Error::other("cancelled"));
+            }
+            if self.until.is_some_and(|until| Instant::now() >= until) {
+                return Err(io::ErrorKind::Interrupted.into());
             }
             let depth = stack.len();
             let top = stack.last_mut().expect("not empty");
@@ -288,8 +294,8 @@ mod tests {
         std::os::unix::fs::symlink("../outside", dir.path().join("d/link")).unwrap();
         fs::write(dir.path().join("d/file"), "").unwrap();
         for dry_run in [true, false] {
-            let removed =
-                Remover { spares: &|_, _| false, dry_run, is_over: &NEVER, on_removed: &|_| () }.remove(&fd, c"d", b"");
+            let removed = Remover { spares: &|_, _| false, dry_run, is_over: &NEVER, until: None, on_removed: &|_| () }
+                .remove(&fd, c"d", b"");
             assert!(removed.failure.is_none(), "{removed:?}");
             assert_eq!((removed.count, removed.left), (5003, 0), "dry run: {dry_run}");
         }
@@ -303,8 +309,9 @@ mod tests {
         fs::create_dir(dir.path().join("d")).unwrap();
         fs::write(dir.path().join("d/file"), "").unwrap();
         let is_over = AtomicBool::new(true);
-        let removed = Remover { spares: &|_, _| false, dry_run: false, is_over: &is_over, on_removed: &|_| () }
-            .remove(&fd, c"d", b"");
+        let removed =
+            Remover { spares: &|_, _| false, dry_run: false, is_over: &is_over, until: None, on_removed: &|_| () }
+                .remove(&fd, c"d", b"");
         assert!(removed.failure.is_some() && dir.path().join("d/file").exists());
     }
 
@@ -318,8 +325,8 @@ mod tests {
             fs::write(path, "").unwrap();
         }
         let spares = |path: &[u8], _: &dyn Fn() -> bool| path.ends_with(b".log") || path == b"top/.snapshots";
-        let removed =
-            Remover { spares: &spares, dry_run: false, is_over: &NEVER, on_removed: &|_| () }.remove(&fd, c"top", b"");
+        let removed = Remover { spares: &spares, dry_run: false, is_over: &NEVER, until: None, on_removed: &|_| () }
+            .remove(&fd, c"top", b"");
         assert!(removed.failure.is_none());
         assert_eq!((removed.count, removed.left), (3, 2));
         assert!(dir.path().join("top/a/keep.log").exists() && dir.path().join("top/.snapshots/x").exists());

@@ -104,6 +104,11 @@ impl Unopened {
         }
     }
 
+    /// Gives the entry another name.
+    pub(super) fn link(&self, dir: impl AsFd, name: &CStr) -> rustix::io::Result<()> {
+        rustix::fs::linkat(CWD, self.path(), dir, name, AtFlags::SYMLINK_FOLLOW)
+    }
+
     pub(super) fn chmod(&self, mode: u32) -> rustix::io::Result<()> {
         rustix::fs::chmod(self.path(), Mode::from_raw_mode(mode))
     }

@@ -109,8 +109,8 @@ pub(super) struct LargeFile {
 pub(super) enum Promise {
     /// Parts of its temporary file, which is this one, need not be sent.
     Resume(Identity),
-    /// Its attributes are to be sent; `ours` if this job has put it in place.
-    Attributes { ours: bool },
+    /// The attributes of this file are to be sent; `ours` if this job has put it in place.
+    Attributes { identity: Identity, ours: bool },
 }
 
 /// A pack that is being unpacked.
@@ -120,6 +120,10 @@ struct Pack {
     len: usize,
     /// Position of the next record.
     at: usize,
+    /// The next record, if it has been decoded, with the positions of its content.
+    decoded: Option<(Record, std::ops::Range<usize>)>,
+    /// Small files written.
+    written: usize,
     /// The directory of the last small file.
     last_dir: Option<(Vec<u8>, Arc<OwnedFd>)>,
 }
@@ -162,24 +166,35 @@ impl Pack {
         files.block_done();
     }
 
-    /// Takes the next record. False if a part of the directories above it has been made, and the rest is to be made by another task.
+    /// Takes the next record. False if a part of its preparation is done, and the rest is for another task.
     fn next(&mut self, finished: &mut Vec<Finished>) -> Result<bool, Violation> {
         let files = &self.files;
-        let rest = &self.block.payload()[self.at..self.len];
-        let (record, content, after) = Record::split_first(rest)?;
-        files.scope.check(&record)?;
+        let (record, range) = match self.decoded.take() {
+            Some(decoded) => decoded,
+            None => {
+                let (record, content, after) = Record::split_first(&self.block.payload()[self.at..self.len])?;
+                files.scope.check(&record)?;
+                // Before the preparation, which may remove what is in the way.
+                files.itemize(&record);
+                let end = self.len - after.len();
+                (record, end - content.len()..end)
+            }
+        };
         let writes = !files.params.options.dry_run && !files.discard;
         // An error comes again, and is reported, when the record is taken.
         if writes
             && let Some(path) = record.makes()
-            && matches!(files.tree.make_part_above(path), Ok(false))
+            && matches!(files.tree.prepare(path, &record), Ok(false))
         {
+            self.decoded = Some((record, range));
             return Ok(false);
         }
-        self.at = self.len - after.len();
-        files.itemize(&record);
+        self.at = range.end;
+        let content = &self.block.payload()[range];
         if writes {
-            files.take(record, content, finished, &mut self.last_dir);
+            let before = finished.len();
+            files.take(record, content, finished, (self.written, &mut self.last_dir));
+            self.written += finished.len() - before;
         } else {
             files.count_only(&record, content);
         }
@@ -276,7 +291,15 @@ impl Files {
 
     /// Unpacks the records of a pack, in tasks of limited length.
     pub(super) fn unpack(self: &Arc<Files>, block: Block, len: u32) {
-        let pack = Pack { files: Arc::clone(self), block, len: len as usize, at: 0, last_dir: None };
+        let pack = Pack {
+            files: Arc::clone(self),
+            block,
+            len: len as usize,
+            at: 0,
+            decoded: None,
+            written: 0,
+            last_dir: None,
+        };
         self.pipeline.submit(self.pipeline.files, move || pack.wait_for_room());
     }
 
@@ -285,13 +308,13 @@ impl Files {
         record: Record,
         content: &[u8],
         finished: &mut Vec<Finished>,
-        last_dir: &mut Option<(Vec<u8>, Arc<OwnedFd>)>,
+        (written, last_dir): (usize, &mut Option<(Vec<u8>, Arc<OwnedFd>)>),
     ) {
         match record {
             Record::File { meta, .. } if meta.size != content.len() as u64 => {
                 self.violation(crate::wire::Malformed("size: not that of the file's content").into());
             }
-            Record::File { path, meta } => match self.small_file(&path, &meta, content, finished.len(), last_dir) {
+            Record::File { path, meta } => match self.small_file(&path, &meta, content, written, last_dir) {
                 Ok(file) => finished.push(file),
                 Err(e) => self.fail(&path, &e),
             },
@@ -324,12 +347,12 @@ impl Files {
                 made => self.other(&path, made),
             },
             Record::Attributes { path, meta } => {
-                let Some(Promise::Attributes { ours }) = self.redeem(&path) else {
+                let Some(Promise::Attributes { identity, ours }) = self.redeem(&path) else {
                     return self.violation(Violation::Unexpected("attributes of a file"));
                 };
                 let may = if ours { Ok(()) } else { self.tree.may_replace() };
-                match may.and_then(|()| self.tree.refresh(&path, &meta)) {
-                    Ok((short, identity, ctime)) => {
+                match may.and_then(|()| self.tree.refresh(&path, &meta, identity)) {
+                    Ok((short, ctime)) => {
                         // Its change time is another now: without a record of that it would be sent again.
                         if let Some(journal) = self.journal.as_ref().filter(|_| ours) {
                             let (key, version) = (key_of(&path), version_of(&meta));

@@ -694,7 +694,7 @@ impl Sink<'_> {
             bytes: get(&self.counters.bytes),
             resumed_bytes: get(&self.counters.resumed_bytes),
             skipped: get(&self.counters.skipped),
-            deleted: get(&self.counters.deleted),
+            deleted: get(&self.counters.deleted) + self.files.tree.cleared(),
             failed: self.failed,
         };
         if self.failed == self.unsupported

@@ -10,7 +10,7 @@ use super::readback::{Checked, Readback};
 use super::tree::{Place, temp_name};
 use crate::session::Progress;
 use crate::wire::{Answer, OfferEntry};
-use rustix::fs::{AtFlags, unlinkat};
+use rustix::fs::{AtFlags, Statx, unlinkat};
 use std::ffi::CStr;
 use std::io;
 use std::sync::Arc;
@@ -66,38 +66,46 @@ impl Files {
             let is_file = u32::from(s.stx_mode) & 0o170_000 == 0o100_000 && s.stx_size == entry.size;
             is_file.then_some((identity, s))
         };
-        let present = find(&place.name).map(|(identity, s)| Present {
-            identity,
+        let found = find(&place.name);
+        let present = found.as_ref().map(|(identity, s)| Present {
+            identity: *identity,
             ctime: nanoseconds(s.stx_ctime),
             as_new: (s.stx_mtime.tv_sec, s.stx_mtime.tv_nsec) >= entry.mtime,
         });
         let temp = temp_name(&place.name, &self.job, &key);
         let look = || find(&temp).filter(|(_, s)| s.stx_nlink == 1).map(|(identity, _)| identity);
-        match self.earlier.judge((&key, &version), present, self.params.options.update, look) {
-            ResumeDecision::Placed { lacking } => self.resumed((&entry.path, &place), key, entry.size, lacking),
-            ResumeDecision::UpToDate => {
+        let decision = self.earlier.judge((&key, &version), present, self.params.options.update, look);
+        match (decision, found) {
+            (ResumeDecision::Placed { lacking }, Some(found)) => {
+                self.resumed((&entry.path, &place), key, found, lacking)
+            }
+            (ResumeDecision::UpToDate, Some((identity, _))) => {
                 if !self.earlier.is_empty() {
                     self.remove_begun(&place, &key);
                 }
                 // Without the right to replace, the attributes stay as they are.
                 let preserve = self.params.options.preserve && self.tree.may_replace().is_ok();
-                if preserve && !self.promise(key, Promise::Attributes { ours: false }) {
+                if preserve && !self.promise(key, Promise::Attributes { identity, ours: false }) {
                     return Answer::Send;
                 }
                 self.counters.files.fetch_add(1, Ordering::Relaxed);
                 self.counters.skipped.fetch_add(1, Ordering::Relaxed);
                 if preserve { Answer::Attributes } else { Answer::Skip }
             }
-            ResumeDecision::CheckInPlace(unfinished) => match self.read_back(&place, &place.name, &key, &unfinished) {
-                Some((readback, checked))
-                    if checked.complete && readback.is_hole_outside(&checked.good, entry.size) =>
-                {
-                    // Whether all attributes could be kept was not recorded any more.
-                    self.resumed((&entry.path, &place), key, entry.size, true)
+            (ResumeDecision::CheckInPlace(unfinished), Some(found)) => {
+                match self.read_back(&place, &place.name, &key, &unfinished) {
+                    Some((readback, checked))
+                        if readback.identity().is_ok_and(|identity| identity == found.0)
+                            && checked.complete
+                            && readback.is_hole_outside(&checked.good, entry.size) =>
+                    {
+                        // Whether all attributes could be kept was not recorded any more.
+                        self.resumed((&entry.path, &place), key, found, true)
+                    }
+                    _ => Answer::Send,
                 }
-                _ => Answer::Send,
-            },
-            ResumeDecision::CheckTemporary(unfinished) => {
+            }
+            (ResumeDecision::CheckTemporary(unfinished), _) => {
                 let Some((readback, Checked { mut good, complete })) = self.read_back(&place, &temp, &key, &unfinished)
                 else {
                     return Answer::Send;
@@ -119,21 +127,29 @@ impl Files {
                 self.has_got_on(have);
                 Answer::Except(good)
             }
-            ResumeDecision::Missing => Answer::Send,
+            (ResumeDecision::Missing | ResumeDecision::Placed { .. } | ResumeDecision::UpToDate, _)
+            | (ResumeDecision::CheckInPlace(_), None) => Answer::Send,
         }
     }
 
-    /// A file that an earlier attempt has put in place; `lacking` if some of its attributes may not be there.
-    fn resumed(&self, (path, place): (&[u8], &Place), key: Key, size: u64, lacking: bool) -> Answer {
+    /// This file was put in place by an earlier attempt; `lacking` if some of its attributes may not be there.
+    fn resumed(
+        &self,
+        (path, place): (&[u8], &Place),
+        key: Key,
+        (identity, stat): (Identity, Statx),
+        lacking: bool,
+    ) -> Answer {
+        // The promise can wait for long, and the name mean another file then.
         if self.tree.sync_later(split(path).0, &place.dir).is_err()
-            || (lacking && !self.promise(key, Promise::Attributes { ours: true }))
+            || (lacking && !self.promise(key, Promise::Attributes { identity, ours: true }))
         {
             return Answer::Send;
         }
-        self.tree.remember(&place.dir, &place.name);
+        self.tree.remember_identity(identity, &stat);
         // An attempt that could not read it back may have begun to send it again.
         self.remove_begun(place, &key);
-        self.has_got_on(size);
+        self.has_got_on(stat.stx_size);
         self.counters.files.fetch_add(1, Ordering::Relaxed);
         if lacking { Answer::Attributes } else { Answer::Skip }
     }

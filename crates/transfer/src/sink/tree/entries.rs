@@ -11,10 +11,16 @@ use std::ffi::{CStr, CString};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Instant;
+use thruway_engine::stage::TASK_TIME;
 use thruway_fs::beneath::{self, Links, split};
 use thruway_fs::identity::nanoseconds;
 use thruway_fs::remove::{NEVER, Remover};
 use thruway_fs::{Identity, disk_lock};
+
+/// Reason to refuse an entry in place of a directory.
+pub(crate) const IN_THE_WAY: &str = "a directory with contents is in the way (--delete without --exclude removes it)";
 
 /// Entries of a session that are known as its own; of later ones it is not noticed that two names are one here.
 const OURS_MAX: usize = 8 << 20;
@@ -89,7 +95,8 @@ impl Tree {
         }
     }
 
-    fn remember_identity(&self, identity: Identity, stat: &rustix::fs::Statx) {
+    /// As [`Tree::remember`], of a file that was looked at before: its name may have come to mean another one since.
+    pub(crate) fn remember_identity(&self, identity: Identity, stat: &Statx) {
         let mut ours = self.ours.lock().expect("no panics under the lock");
         if ours.len() < OURS_MAX {
             ours.insert(identity.hash_on(stat));
@@ -107,15 +114,15 @@ impl Tree {
     }
 
     /// True for an entry that this job has put in place, if it is one of the first [`OURS_MAX`].
-    fn is_made(&self, place: &Place) -> io::Result<bool> {
-        let (identity, stat) = Identity::of(&place.dir, &place.name)?;
-        Ok(self.ours.lock().expect("no panics under the lock").contains(&identity.hash_on(&stat)))
+    fn is_made(&self, (identity, stat): (Identity, &Statx)) -> bool {
+        self.ours.lock().expect("no panics under the lock").contains(&identity.hash_on(stat))
     }
 
     /// Whether what has this name may make way: not if it came with this very copy, under a name that is
     /// another one to the source and the same to this file system.
     pub(super) fn is_of_this_copy(&self, place: &Place) -> io::Result<()> {
-        if !self.is_made(place)? {
+        let (identity, stat) = Identity::of(&place.dir, &place.name)?;
+        if !self.is_made((identity, &stat)) {
             return Ok(());
         }
         let why = "another entry of this copy has this name here (a file system may take names that differ in case \
@@ -132,14 +139,11 @@ impl Tree {
             FileType::Directory => match rustix::fs::unlinkat(&place.dir, &place.name, AtFlags::REMOVEDIR) {
                 Ok(()) => Ok(()),
                 Err(Errno::NOTEMPTY | Errno::EXIST) if self.manner.delete => {
-                    let remover =
-                        Remover { spares: &|_, _| false, dry_run: false, is_over: &NEVER, on_removed: &|_| () };
-                    let removed = remover.remove(&place.dir, &place.name, b"");
-                    removed.failure.map_or(Ok(()), |(_, e)| Err(e))
+                    // All of it or nothing: it may contain a file in use as a disk.
+                    self.remove_tree(place, true, None)?;
+                    self.remove_tree(place, false, None)
                 }
-                Err(Errno::NOTEMPTY | Errno::EXIST) => {
-                    refuse("a directory with contents is in the way (--delete without --exclude removes it)")
-                }
+                Err(Errno::NOTEMPTY | Errno::EXIST) => refuse(IN_THE_WAY),
                 Err(e) => Err(e.into()),
             },
             FileType::BlockDevice | FileType::CharacterDevice if !special => {
@@ -155,6 +159,41 @@ impl Tree {
                 Tree::check_disk(place)?;
                 Ok(rustix::fs::unlinkat(&place.dir, &place.name, AtFlags::empty())?)
             }
+        }
+    }
+
+    /// Removes a part of the directory that is in the way of an entry of another type. False if some of it is still there.
+    pub(super) fn clear_part(&self, path: &[u8]) -> io::Result<bool> {
+        let place = self.find(path)?;
+        let stat = rustix::fs::statat(&place.dir, &place.name, AtFlags::SYMLINK_NOFOLLOW)?;
+        if FileType::from_raw_mode(stat.st_mode) != FileType::Directory {
+            return Ok(true);
+        }
+        self.may_replace()?;
+        self.is_of_this_copy(&place)?;
+        // Each part begins with a listing, which can take as long as a task.
+        let until = || Some(Instant::now() + 4 * TASK_TIME);
+        let is_part =
+            |removed: &io::Result<()>| removed.as_ref().is_err_and(|e| e.kind() == io::ErrorKind::Interrupted);
+        let looked = self.remove_tree(&place, true, until());
+        if looked.is_err() && !is_part(&looked) {
+            return Ok(true);
+        }
+        Ok(!is_part(&self.remove_tree(&place, false, until())))
+    }
+
+    /// Removes a directory with its contents, and counts these. Stops with the error `Interrupted` at this time.
+    fn remove_tree(&self, place: &Place, dry_run: bool, until: Option<Instant>) -> io::Result<()> {
+        let remover = Remover { spares: &|_, _| false, dry_run, is_over: &NEVER, until, on_removed: &|_| () };
+        let removed = remover.remove(&place.dir, &place.name, b"");
+        if !dry_run {
+            let itself = u64::from(removed.failure.is_none() && removed.left == 0);
+            self.cleared.fetch_add(removed.count - itself, Ordering::Relaxed);
+        }
+        match removed.failure {
+            Some((_, e)) => Err(e),
+            None if removed.left > 0 => Err(io::Error::other("a mounted file system below it is in the way")),
+            None => Ok(()),
         }
     }
 
@@ -177,7 +216,7 @@ impl Tree {
     pub(crate) fn symlink(&self, path: &[u8], target: &[u8], meta: &Meta) -> io::Result<Shortcomings> {
         let place = self.place(path)?;
         let target = CString::new(target)?;
-        self.replace(path, &place, false, |dir, name| rustix::fs::symlinkat(&target, dir, name))?;
+        self.replace(path, &place, (false, None), |dir, name| rustix::fs::symlinkat(&target, dir, name))?;
         // They come after its name, and it cannot be synced itself.
         self.changed().many |= self.manner.preserve;
         Ok(self.apply_unopened(&place.dir, &place.name, FileType::Symlink, meta))
@@ -195,7 +234,7 @@ impl Tree {
         }
         let place = self.place(path)?;
         let mode = Mode::from_raw_mode(self.mode(meta) & 0o777);
-        self.replace(path, &place, true, |dir, name| rustix::fs::mknodat(dir, name, kind, mode, rdev))?;
+        self.replace(path, &place, (true, None), |dir, name| rustix::fs::mknodat(dir, name, kind, mode, rdev))?;
         self.changed().many = true;
         Ok(self.apply_unopened(&place.dir, &place.name, kind, meta))
     }
@@ -204,27 +243,27 @@ impl Tree {
     /// and to replace it: the key of the source can have more rights to the new name.
     pub(crate) fn link(&self, path: &[u8], target: &[u8]) -> io::Result<()> {
         let (from, to) = (self.find(target)?, self.place(path)?);
-        let of = |place: &Place| Identity::of(&place.dir, &place.name).map(|(identity, stat)| identity.hash_on(&stat));
+        // From here on the file itself: its name can come to mean another file.
+        let source = Unopened::look(&from.dir, &from.name)?;
+        let (identity, before) = Identity::of(&source, c"")?;
         // Moving one name of a file over another does nothing, and is not to be taken for more.
-        if of(&to).is_ok_and(|there| of(&from).is_ok_and(|target| target == there)) {
+        if Identity::of(&to.dir, &to.name).is_ok_and(|(there, stat)| there.hash_on(&stat) == identity.hash_on(&before))
+        {
             return Ok(());
         }
-        if !(self.manner.replace && self.manner.readable || self.is_made(&from)?) {
+        if !(self.manner.replace && self.manner.readable || self.is_made((identity, &before))) {
             let why =
                 "a hard link to a file that this copy has not put there requires the rights to read and to replace";
             return Err(io::Error::new(io::ErrorKind::PermissionDenied, why));
         }
-        let (_, before) = Identity::of(&from.dir, &from.name)?;
         let special = !FileType::from_raw_mode(before.stx_mode.into()).is_file();
         if !special {
             self.check_link(&to)?;
         }
-        self.replace(path, &to, special, |dir, name| {
-            rustix::fs::linkat(&from.dir, &from.name, dir, name, AtFlags::empty())
-        })?;
+        self.replace(path, &to, (special, Some(identity)), |dir, name| source.link(dir, name))?;
         if let Some(journal) = &self.journal {
             // Without a record of the new change time, the file would count as changed since it was put in place.
-            let (_, after) = Identity::of(&from.dir, &from.name)?;
+            let (_, after) = Identity::of(&source, c"")?;
             let version = |stat: &Statx| (stat.stx_ino, stat.stx_size, nanoseconds(stat.stx_mtime));
             if version(&before) == version(&after) {
                 journal.linked(&key_of(target), nanoseconds(before.stx_ctime), nanoseconds(after.stx_ctime));
@@ -238,12 +277,12 @@ impl Tree {
         &self,
         path: &[u8],
         place: &Place,
-        special: bool,
+        kind: (bool, Option<Identity>),
         make: impl Fn(&OwnedFd, &CStr) -> rustix::io::Result<()>,
     ) -> io::Result<()> {
         let (parent, _) = split(path);
         self.change(parent);
-        let replaced = self.replace_in(parent, path, place, special, make);
+        let replaced = self.replace_in(parent, path, place, kind, make);
         // Once more: it may have been synced in between.
         self.change(parent);
         replaced
@@ -254,14 +293,22 @@ impl Tree {
         parent: &[u8],
         path: &[u8],
         place: &Place,
-        special: bool,
+        (special, linked): (bool, Option<Identity>),
         make: impl Fn(&OwnedFd, &CStr) -> rustix::io::Result<()>,
     ) -> io::Result<()> {
+        // A regular file that is not the linked one was put here by somebody else in the same moment.
+        let remember = || {
+            if let Ok((identity, stat)) = Identity::of(&place.dir, &place.name)
+                && (linked == Some(identity) || !FileType::from_raw_mode(stat.stx_mode.into()).is_file())
+            {
+                self.remember_identity(identity, &stat);
+            }
+        };
         match self.writing(parent, || make(&place.dir, &place.name)) {
             Err(Errno::EXIST) => {}
             other => {
                 other?;
-                self.remember(&place.dir, &place.name);
+                remember();
                 return Ok(());
             }
         }
@@ -270,7 +317,7 @@ impl Tree {
         if !matches!(kind, FileType::RegularFile | FileType::Symlink) {
             self.clear_way(place, &stat, special)?;
             make(&place.dir, &place.name)?;
-            self.remember(&place.dir, &place.name);
+            remember();
             return Ok(());
         }
         self.may_replace()?;
@@ -283,7 +330,7 @@ impl Tree {
         // Renaming one name of a file over another of the same leaves both.
         let _ = rustix::fs::unlinkat(&place.dir, &temp, AtFlags::empty());
         moved?;
-        self.remember(&place.dir, &place.name);
+        remember();
         Ok(())
     }
 
@@ -310,11 +357,18 @@ impl Tree {
             Ok(()) => {}
             Err(Errno::EXIST | Errno::INVAL | Errno::NOSYS) => {
                 match rustix::fs::statat(dir, name, AtFlags::SYMLINK_NOFOLLOW) {
-                    Ok(stat) => self.make_way(place, &file, &stat)?,
-                    Err(Errno::NOENT) => {}
+                    Ok(stat) => {
+                        self.make_way(place, &file, &stat)?;
+                        rustix::fs::renameat(dir, temp, dir, name)?;
+                    }
+                    Err(Errno::NOENT) if self.manner.replace => rustix::fs::renameat(dir, temp, dir, name)?,
+                    // A link fails if there is an entry by now; a renaming would replace it.
+                    Err(Errno::NOENT) => {
+                        file.link(dir, name)?;
+                        rustix::fs::unlinkat(dir, temp, AtFlags::empty())?;
+                    }
                     Err(e) => return Err(e.into()),
                 }
-                rustix::fs::renameat(dir, temp, dir, name)?;
             }
             Err(e) => return Err(e.into()),
         }

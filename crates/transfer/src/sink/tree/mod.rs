@@ -8,13 +8,13 @@ mod durability;
 mod entries;
 mod names;
 
-pub(crate) use entries::{check_destination, check_disk};
+pub(crate) use entries::{IN_THE_WAY, check_destination, check_disk};
 pub(crate) use names::{JOURNAL_PREFIX, JOURNAL_SUFFIX, OWN_AGE_MAX_S, is_own_name, temp_name, temporary_of};
 
 use super::attributes::{Shortcomings, Told, Trust};
 use super::journal::{Journal, Key, key_of};
 use super::made::Made;
-use crate::wire::Meta;
+use crate::wire::{Meta, Record};
 use durability::Changed;
 use names::is_fresh_own;
 use rustix::fs::{AtFlags, FileType, Mode, OFlags};
@@ -23,7 +23,7 @@ use std::collections::{HashMap, HashSet};
 use std::ffi::{CStr, CString};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use thruway_fs::Identity;
 use thruway_fs::Volumes;
@@ -67,10 +67,12 @@ pub(crate) struct Tree {
     is_unsettled: AtomicBool,
     /// Records the directories that are made.
     journal: Option<Arc<Journal>>,
+    /// Entries removed in directories that gave way to entries of other types.
+    cleared: AtomicU64,
     /// Held while an entry gives way to a directory.
     replacing: Mutex<()>,
-    /// Directories made writable for the time of the copy, and the modes they had.
-    unlocked: Mutex<Vec<(Vec<u8>, u32)>>,
+    /// Directories made writable for the time of the copy.
+    unlocked: Mutex<Vec<Unlocked>>,
     /// What this session has put in place, by hash of its identity.
     ours: Mutex<HashSet<u64>>,
     pub(super) told: Told,
@@ -99,6 +101,14 @@ impl Early {
     }
 }
 
+/// A directory made writable for the time of the copy.
+struct Unlocked {
+    path: Vec<u8>,
+    identity: Identity,
+    /// The mode that it had.
+    mode: u32,
+}
+
 /// Where an entry goes: its directory and its name there.
 pub(crate) struct Place {
     pub(crate) dir: Arc<OwnedFd>,
@@ -124,11 +134,17 @@ impl Tree {
             made_before: Mutex::new(made_before),
             is_unsettled: AtomicBool::default(),
             journal,
+            cleared: AtomicU64::new(0),
             replacing: Mutex::default(),
             unlocked: Mutex::default(),
             ours: Mutex::default(),
             told: Told::default(),
         }
+    }
+
+    /// Entries removed in directories that gave way to entries of other types.
+    pub(crate) fn cleared(&self) -> u64 {
+        self.cleared.load(Ordering::Relaxed)
     }
 
     pub(crate) fn volumes(&self) -> &Volumes {
@@ -138,6 +154,17 @@ impl Tree {
     /// Opens a directory beneath the root, making what is missing of it.
     pub(crate) fn directory(&self, path: &[u8]) -> io::Result<Arc<OwnedFd>> {
         self.make_levels(path, usize::MAX)
+    }
+
+    /// Does a part of what has to be done before this entry is made, if that can take long. False if there is more to do.
+    pub(crate) fn prepare(&self, path: &[u8], record: &Record) -> io::Result<bool> {
+        if !self.make_part_above(path)? {
+            return Ok(false);
+        }
+        match record {
+            Record::Symlink { .. } | Record::Special { .. } if self.manner.delete => self.clear_part(path),
+            _ => Ok(true),
+        }
     }
 
     /// Makes a part of the missing directories above an entry. False if some are still missing. Only a deep path has several parts.
@@ -290,28 +317,38 @@ impl Tree {
         }
     }
 
-    /// Makes a directory of ours writable, to be undone by [`Tree::lock_again`].
+    /// Makes a directory of this user writable, to be undone by [`Tree::lock_again`]. Without the right to replace, only one that the
+    /// job has made.
     fn unlock(&self, path: &[u8]) -> bool {
         let opened = beneath::open(&self.root, path, OFlags::PATH | OFlags::DIRECTORY, Links::Never);
         let Ok(dir) = opened else { return false };
-        let Ok(stat) = rustix::fs::fstat(&dir) else { return false };
-        let mode = stat.st_mode & 0o7777;
-        if self.privileged || stat.st_uid != rustix::process::geteuid().as_raw() || mode & 0o700 == 0o700 {
+        let Ok((identity, stat)) = Identity::of(&dir, c"") else { return false };
+        let mode = u32::from(stat.stx_mode) & 0o7777;
+        if self.privileged || stat.stx_uid != rustix::process::geteuid().as_raw() || mode & 0o700 == 0o700 {
+            return false;
+        }
+        let made = self.made_before.lock().expect("no panics under the lock").get(&key_of(path)).copied();
+        if !self.manner.replace && !made.is_some_and(|made| made.is(identity, &stat)) {
             return false;
         }
         let path_to_it = format!("/proc/self/fd/{}", dir.as_raw_fd());
         if rustix::fs::chmod(path_to_it, Mode::from_raw_mode(mode | 0o700)).is_err() {
             return false;
         }
-        self.unlocked.lock().expect("no panics under the lock").push((path.to_vec(), mode));
+        self.unlocked.lock().expect("no panics under the lock").push(Unlocked { path: path.to_vec(), identity, mode });
         true
     }
 
     /// Gives directories that were made writable the modes back that they had.
     pub(crate) fn lock_again(&self) {
         let unlocked = std::mem::take(&mut *self.unlocked.lock().expect("no panics under the lock"));
-        for (path, mode) in unlocked.into_iter().rev() {
-            if let Ok(dir) = self.open_directory(&path) {
+        for Unlocked { path, identity, mode } in unlocked.into_iter().rev() {
+            // Somebody may have put another directory there since, or given it another mode.
+            let is_as_unlocked = |dir: &OwnedFd| {
+                let found = Identity::of(dir, c"");
+                found.is_ok_and(|(found, stat)| found == identity && u32::from(stat.stx_mode) & 0o7777 == mode | 0o700)
+            };
+            if let Some(dir) = self.open_directory(&path).ok().filter(|dir| is_as_unlocked(dir)) {
                 if let Err(error) = rustix::fs::fchmod(&*dir, Mode::from_raw_mode(mode)) {
                     let path = crate::escape(&path);
                     tracing::warn!(path, %error, "a directory that was made writable for the copy stays so");
@@ -408,7 +445,7 @@ impl Tree {
         let Some(dir) = opened else { return Ok(Shortcomings::default()) };
         self.change(path);
         // The mode that it had is not to come back.
-        self.unlocked.lock().expect("no panics under the lock").retain(|(unlocked, _)| unlocked != path);
+        self.unlocked.lock().expect("no panics under the lock").retain(|unlocked| unlocked.path != path);
         if self.manner.preserve {
             let short = self.apply(dir.as_fd(), meta, false);
             self.sync_if_by_file(&*dir);
@@ -418,23 +455,25 @@ impl Tree {
         Ok(Shortcomings::default())
     }
 
-    /// Applies the attributes of a file whose content is right already.
+    /// Applies the attributes of this file, whose content is right already. Returns what fell short and the change time.
     ///
-    /// With what fell short, which file it is and when its inode changed last.
-    pub(crate) fn refresh(&self, path: &[u8], meta: &Meta) -> io::Result<(Shortcomings, Identity, i64)> {
+    /// # Errors
+    /// Also if another file has the name.
+    pub(crate) fn refresh(&self, path: &[u8], meta: &Meta, identity: Identity) -> io::Result<(Shortcomings, i64)> {
         let place = self.find(path)?;
         let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
         let file = rustix::fs::openat(&place.dir, &place.name, flags, Mode::empty())?;
-        let stat = rustix::fs::fstat(&file)?;
-        if !FileType::from_raw_mode(stat.st_mode).is_file() || stat.st_size as u64 != meta.size {
+        let (found, stat) = Identity::of(&file, c"")?;
+        let is_file = FileType::from_raw_mode(stat.stx_mode.into()).is_file();
+        if !is_file || found != identity || stat.stx_size != meta.size {
             return Err(io::Error::other("it changed at the destination meanwhile"));
         }
         self.note(split(path).0, &place.dir)?;
         self.changed().many = true;
         let short = self.apply(file.as_fd(), meta, false);
         self.sync_if_by_file(&file);
-        let (identity, stat) = Identity::of(&file, c"")?;
-        Ok((short, identity, nanoseconds(stat.stx_ctime)))
+        let (_, stat) = Identity::of(&file, c"")?;
+        Ok((short, nanoseconds(stat.stx_ctime)))
     }
 
     /// Removes from a directory what is not to be kept.

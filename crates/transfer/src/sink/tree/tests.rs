@@ -67,7 +67,7 @@ fn a_directory_takes_the_place_of_a_link_but_not_of_a_device() {
         b"",
         &keep,
         c"journal",
-        &Remover { spares: &|_, _| false, dry_run: false, is_over: &NEVER, on_removed: &|_| () },
+        &Remover { spares: &|_, _| false, dry_run: false, is_over: &NEVER, until: None, on_removed: &|_| () },
     )
     .unwrap();
     assert!(dir.path().join("real/precious").exists());
@@ -197,7 +197,7 @@ fn pruning_removes_all_but_what_is_kept_and_what_may_be_in_use() {
                 b"",
                 &keep,
                 c".own",
-                &Remover { spares: &|_, _| false, dry_run, is_over: &NEVER, on_removed: &|_| () },
+                &Remover { spares: &|_, _| false, dry_run, is_over: &NEVER, until: None, on_removed: &|_| () },
             )
             .unwrap();
         assert_eq!((removed.count, removed.left), (4, 0));
@@ -290,7 +290,7 @@ fn what_came_with_a_copy_is_not_removed_by_it() {
             b"",
             &keep,
             c".own",
-            &Remover { spares: &|_, _| false, dry_run: false, is_over: &NEVER, on_removed: &|_| () },
+            &Remover { spares: &|_, _| false, dry_run: false, is_over: &NEVER, until: None, on_removed: &|_| () },
         )
         .unwrap();
     assert_eq!((removed.count, removed.left), (1, 1));
@@ -595,4 +595,64 @@ fn a_file_that_got_another_name_is_recorded_still() {
     // A change by somebody else does not count as one of the job.
     fs::set_permissions(dir.path().join("f"), fs::Permissions::from_mode(0o600)).unwrap();
     assert!(matches!(judge(present()), ResumeDecision::Missing));
+}
+
+/// A key that may only create, and an owner who replaces entries of its job while a session is open.
+#[test]
+fn rights_of_a_job_do_not_pass_to_entries_of_others() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut tree = tree(dir.path());
+    (tree.manner.replace, tree.manner.readable, tree.privileged) = (false, false, false);
+    let path = |name: &str| dir.path().join(name);
+    let replace = |name: &str, mode| {
+        fs::write(path("new"), name).unwrap();
+        fs::set_permissions(path("new"), fs::Permissions::from_mode(mode)).unwrap();
+        fs::rename(path("new"), path(name)).unwrap();
+    };
+    // A link to a file of the job.
+    let identity = file(dir.path(), "f", 0o644);
+    let (_, stat) = Identity::of(fs::File::open(path("f")).unwrap(), c"").unwrap();
+    tree.remember_identity(identity, &stat);
+    tree.link(b"of the job", b"f").unwrap();
+    replace("f", 0o600);
+    let error = tree.link(b"of the owner", b"f").unwrap_err();
+    assert_eq!(error.kind(), io::ErrorKind::PermissionDenied, "{error}");
+    // Attributes of a file that was offered.
+    let identity = file(dir.path(), "g", 0o644);
+    replace("g", 0o600);
+    let meta = Meta { mode: 0o100_666, size: 1, ..Meta::default() };
+    assert!(tree.refresh(b"g", &meta, identity).unwrap_err().to_string().contains("changed"));
+    assert_eq!(mode_of(&path("g")), 0o600);
+    // A directory without the right to write, of another user of this daemon's.
+    fs::create_dir(path("d")).unwrap();
+    fs::set_permissions(path("d"), fs::Permissions::from_mode(0o555)).unwrap();
+    assert!(!tree.unlock(b"d"));
+    tree.manner.replace = true;
+    assert!(tree.unlock(b"d"));
+    assert_eq!(mode_of(&path("d")), 0o755);
+    fs::set_permissions(path("d"), fs::Permissions::from_mode(0o700)).unwrap();
+    tree.lock_again();
+    assert_eq!(mode_of(&path("d")), 0o700, "the owner has changed it");
+    fs::set_permissions(path("d"), fs::Permissions::from_mode(0o577)).unwrap();
+    assert!(tree.unlock(b"d"));
+    fs::rename(path("d"), path("old")).unwrap();
+    fs::create_dir(path("d")).unwrap();
+    fs::set_permissions(path("d"), fs::Permissions::from_mode(0o777)).unwrap();
+    tree.lock_again();
+    assert_eq!(mode_of(&path("d")), 0o777, "another directory");
+}
+
+#[test]
+fn a_directory_in_the_way_is_removed_in_parts() {
+    let dir = tempfile::tempdir().unwrap();
+    let tree = tree_with(dir.path(), false, true, Trust::Operator);
+    fs::create_dir(dir.path().join("d")).unwrap();
+    (0..20_000).for_each(|i| fs::write(dir.path().join(format!("d/{i}")), "").unwrap());
+    let record = Record::Symlink { path: b"d".to_vec(), target: b"t".to_vec(), meta: Meta::default() };
+    let mut parts = 1;
+    while !tree.prepare(b"d", &record).unwrap() {
+        parts += 1;
+    }
+    assert!(parts > 1 && !dir.path().join("d").exists(), "{parts}");
+    tree.symlink(b"d", b"t", &Meta::default()).unwrap();
 }
