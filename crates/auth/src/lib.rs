@@ -151,6 +151,20 @@ impl KnownHosts {
         KnownHosts { path }
     }
 
+    /// Checks that the key of a daemon is known.
+    ///
+    /// # Errors
+    /// [`AuthError::Untrusted`] if it is not, with this reason.
+    pub fn require(&self, host: &str, key: &PublicKey, why: &str) -> Result<(), AuthError> {
+        let text = fs::read_to_string(&self.path).unwrap_or_default();
+        let line = format!("{host} {key}");
+        if text.lines().any(|known| known.split_whitespace().eq(line.split_whitespace())) {
+            return Ok(());
+        }
+        let path = self.path.display();
+        Err(AuthError::Untrusted(format!("{why}; to trust its key, add the line '{line}' to {path}")))
+    }
+
     /// Checks a daemon's key and remembers that of a new daemon. Returns whether it is new.
     ///
     /// # Errors

@@ -48,6 +48,19 @@ pub fn local_socket(local: SocketAddr, peer: SocketAddr) -> io::Result<Option<Lo
     ask(&diagnostics()?, 0, local, peer)
 }
 
+/// The user of the program that listens at a loopback address, if that is neither root nor the user of this process.
+///
+/// # Errors
+/// As [`local_socket`].
+pub fn foreign_listener(addr: SocketAddr) -> io::Result<Option<u32>> {
+    if !addr.ip().to_canonical().is_loopback() {
+        return Ok(None);
+    }
+    // The kernel looks up the socket that would take a connection from port 0.
+    let listener = local_socket(addr, SocketAddr::new(addr.ip(), 0))?;
+    Ok(listener.map(|socket| socket.uid).filter(|uid| *uid != 0 && *uid != rustix::process::geteuid().as_raw()))
+}
+
 /// The kernel's socket diagnostics, of this network namespace.
 ///
 /// # Errors

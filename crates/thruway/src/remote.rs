@@ -63,8 +63,7 @@ pub(crate) fn daemon(host: &str, port: u16, key: Option<&PathBuf>) -> Result<Rem
     let mut addrs = (host, port).to_socket_addrs().map_err(|e| format!("{label}: {e}"))?;
     let addr = addrs.next().ok_or_else(|| format!("{label}: no address"))?;
     let others = addrs.collect();
-    // A daemon on this machine may have a new key every time it is started.
-    let known_hosts = (!addr.ip().to_canonical().is_loopback()).then(|| keys::config_dir().join("known_hosts"));
+    let known_hosts = Some(keys::config_dir().join("known_hosts"));
     let credentials = Credentials::Keys(keys::identity(key)?);
     Ok(Remote {
         addr,

@@ -1257,3 +1257,55 @@ fn a_slash_at_the_end_of_a_pattern_copies_directories_only() {
         (vec!["sub".into(), "target".into()], vec!["more".into()])
     );
 }
+
+/// While a daemon of root or of the client's user does not run, any user can take its port.
+#[test]
+fn a_daemon_of_another_user_gets_no_data_until_its_key_is_known() {
+    let lab = Lab::new();
+    let (home, served, program) = (lab.mkdir("home"), lab.mkdir("served"), lab.path("program"));
+    write(lab.path("secret"), "x");
+    fs::copy(THRUWAY, &program).unwrap();
+    fs::set_permissions(lab.dir.path(), fs::Permissions::from_mode(0o755)).unwrap();
+    for dir in [&home, &served] {
+        std::os::unix::fs::chown(dir, Some(NOBODY), Some(NOBODY)).unwrap();
+    }
+    let mut command = Command::new("setpriv");
+    command.args([format!("--reuid={NOBODY}"), format!("--regid={NOBODY}")]).arg("--clear-groups").arg(&program);
+    command.args(["serve", "--json", "--anonymous", "--listen", "127.0.0.1:0", "--export"]);
+    command.arg(export("e", &served, "")).env("HOME", &home).env_remove("XDG_CONFIG_HOME");
+    let daemon = Daemon::start_by(&mut command);
+    for provider in ["auto", "iwarp", "tcp"] {
+        let out = try_cp(&lab, &args(&[&"--provider", &provider, &lab.path("secret"), &daemon.url("e/")]));
+        assert_eq!(out.status.code(), Some(1));
+        assert!(stderr(&out).contains(&format!("belongs to user {NOBODY} of this host")), "{}", stderr(&out));
+        assert!(names(&served).is_empty());
+    }
+    let known = lab.path("thruway/known_hosts");
+    write(&known, &format!("{} {}\n", daemon.addr, daemon.public_key));
+    cp(&lab, &args(&[&lab.path("secret"), &daemon.url("e/")]));
+    assert_eq!(names(&served), ["secret"]);
+}
+
+#[test]
+fn contents_of_a_directory_that_gives_way_are_told_and_count() {
+    let lab = Lab::new();
+    let target = lab.mkdir("target");
+    write(lab.path("source/n"), "x");
+    write(target.join("n/deep/f"), "precious");
+    let source = slash(&lab.path("source"));
+    // Without --delete, a dry run fails as the copy does.
+    for option in ["-rn", "-r"] {
+        let out = try_cp(&lab, &args(&[&option, &source, &slash(&target)]));
+        assert_eq!(out.status.code(), Some(1));
+        assert!(stderr(&out).contains("a directory with contents is in the way"), "{}", stderr(&out));
+    }
+    for option in ["-rn", "-rv"] {
+        let result = cp(&lab, &args(&[&option, &"--delete", &source, &slash(&target)]));
+        let mut items: Vec<String> =
+            result["items"].as_array().unwrap().iter().map(|i| format!("{} {}", i["path"], i["reason"])).collect();
+        items.sort();
+        let expected = ["\"n\" \"type differs\"", "\"n/deep\" \"deleted\"", "\"n/deep/f\" \"deleted\""];
+        assert_eq!((items, &result["deleted"]), (expected.map(String::from).to_vec(), &2.into()), "{option}");
+    }
+    assert_eq!(fs::read_to_string(target.join("n")).unwrap(), "x");
+}

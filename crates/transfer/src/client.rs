@@ -37,7 +37,8 @@ pub struct Remote {
     pub label: String,
     /// Credentials of this end.
     pub credentials: Credentials,
-    /// Daemons seen before; `None` trusts any.
+    /// Daemons seen before; `None` trusts any. Over loopback, daemons of this user and of root are always trusted, and others must be
+    /// in the file.
     pub known_hosts: Option<PathBuf>,
     /// The fabric.
     pub fabric: Provider,
@@ -508,6 +509,16 @@ fn expect_session(link: &mut Link) -> Result<SessionReply, SessionError> {
 
 fn check_host(remote: &Remote, key: Option<PublicKey>) -> Result<(), AuthError> {
     match (&remote.known_hosts, key) {
+        // A daemon on this host may have a new key every time it is started. While it is not running, any user can take its port.
+        (Some(path), Some(key)) if remote.addr.ip().to_canonical().is_loopback() => {
+            let other = match thruway_tcp::foreign_listener(remote.addr) {
+                Ok(None) => return Ok(()),
+                Ok(Some(uid)) => format!("user {uid} of this host"),
+                Err(error) => format!("an unknown user ({error})"),
+            };
+            let why = format!("the daemon at {} belongs to {other}, neither to you nor to root", remote.label);
+            KnownHosts::at(path.clone()).require(&remote.label, &key, &why)
+        }
         (Some(path), Some(key)) => {
             if KnownHosts::at(path.clone()).check(&remote.label, &key)? {
                 let (daemon, path) = (&remote.label, path.display());
