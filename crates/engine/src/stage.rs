@@ -11,6 +11,7 @@
 
 use crate::topology;
 use std::collections::{HashMap, VecDeque};
+use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::thread::JoinHandle;
@@ -193,17 +194,23 @@ const MONITOR_PERIOD: Duration = Duration::from_millis(50);
 impl Workers {
     /// `threads` workers, at least one, dealt out evenly over the named stages.
     ///
+    /// # Errors
+    /// If the system cannot make threads.
+    ///
     /// # Panics
-    /// If no stage is named or the system cannot make threads.
-    pub fn new(threads: usize, stages: &[&'static str]) -> Arc<Workers> {
+    /// If no stage is named.
+    pub fn new(threads: usize, stages: &[&'static str]) -> io::Result<Arc<Workers>> {
         Workers::near(&[], threads, stages)
     }
 
     /// As [`Workers::new`], on these cores; on any if there are none.
     ///
+    /// # Errors
+    /// As [`Workers::new`].
+    ///
     /// # Panics
     /// As [`Workers::new`].
-    pub fn near(cpus: &[u32], threads: usize, stages: &[&'static str]) -> Arc<Workers> {
+    pub fn near(cpus: &[u32], threads: usize, stages: &[&'static str]) -> io::Result<Arc<Workers>> {
         assert!(!stages.is_empty());
         let threads = threads.max(1);
         let shared = Arc::new(Shared {
@@ -215,19 +222,27 @@ impl Workers {
             assignment: (0..threads).map(|i| AtomicUsize::new(i % stages.len())).collect(),
             stop: AtomicBool::new(false),
         });
-        let mut handles = Vec::new();
+        // Dropped on an error, with the threads that have started.
+        let workers = Arc::new(Workers { shared: Arc::clone(&shared), threads: Mutex::default() });
+        let start = |thread: std::thread::Builder, run: Box<dyn FnOnce() + Send>| {
+            let failed = |e: io::Error| {
+                let why = format!("cannot start a thread: {e}; raise the limit on processes and threads (ulimit -u)");
+                io::Error::new(e.kind(), why)
+            };
+            let handle = thread.spawn(run).map_err(failed)?;
+            workers.threads.lock().expect("no panics under the lock").push(handle);
+            io::Result::Ok(())
+        };
         for index in 0..threads {
             let (shared, cpus) = (Arc::clone(&shared), cpus.to_vec());
             let run = move || {
                 topology::bind_thread(&cpus);
                 shared.work(index);
             };
-            handles.push(std::thread::Builder::new().name(format!("worker-{index}")).spawn(run).expect("a thread"));
+            start(std::thread::Builder::new().name(format!("worker-{index}")), Box::new(run))?;
         }
-        let watched = Arc::clone(&shared);
-        let monitor = std::thread::Builder::new().name("monitor".into());
-        handles.push(monitor.spawn(move || watch(&watched)).expect("a thread"));
-        Arc::new(Workers { shared, threads: Mutex::new(handles) })
+        start(std::thread::Builder::new().name("monitor".into()), Box::new(move || watch(&shared)))?;
+        Ok(workers)
     }
 
     /// The stage with this name.
@@ -397,7 +412,7 @@ mod tests {
 
     #[test]
     fn every_task_runs_once_and_is_counted() {
-        let workers = Workers::new(3, &["a", "b"]);
+        let workers = Workers::new(3, &["a", "b"]).unwrap();
         let (tx, rx) = mpsc::channel();
         for i in 0..1000 {
             let tx = tx.clone();

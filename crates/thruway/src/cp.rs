@@ -25,9 +25,9 @@ use thruway_transfer::auth::Credentials;
 use thruway_transfer::client::{self, Finished, Job, Local, Remote};
 use thruway_transfer::filter::Filter;
 use thruway_transfer::link::Transport;
-use thruway_transfer::session::{NOT_KEPT, OnReport, PipelineSet, Progress};
+use thruway_transfer::session::{NOT_KEPT, OnReport, PipelineSet, Progress, SessionError};
 use thruway_transfer::sink::{self, Prepared};
-use thruway_transfer::wire::{Direct, ReportKind, SourceSpec, TreeOptions};
+use thruway_transfer::wire::{AbortCode, Direct, ReportKind, SourceSpec, TreeOptions};
 
 /// Arguments of `thruway cp`.
 #[derive(Args, Clone)]
@@ -335,7 +335,9 @@ fn copy(args: &CpArgs, common: &Common, sources: &[Given<'_>], target: &Given<'_
     drop(peer);
     let finished = result.map_err(|e| {
         let why = e.to_string();
-        let kept = is_kept(&progress) && !why.contains(NOT_KEPT);
+        // A refusal will come again.
+        let is_refused = matches!(e, SessionError::Aborted(AbortCode::Refused, _));
+        let kept = is_kept(&progress) && !why.contains(NOT_KEPT) && !is_refused;
         let hint =
             resume.filter(|_| kept).map_or(String::new(), |how| format!("; the data copied so far is kept, and {how}"));
         let is_daemon = [&sources[0], target].iter().any(|(e, _)| matches!(e, Endpoint::Daemon { .. }));
@@ -695,11 +697,13 @@ fn push_to(
     })?;
     let addr = daemon.addrs()[0];
     let stopper = daemon.stopper();
-    let thread = std::thread::spawn(move || {
+    let serve = move || {
         if let Err(message) = daemon.run() {
             thruway_cli::say_error!("thruway cp: {message}");
         }
-    });
+    };
+    let thread = std::thread::Builder::new().name("daemon".into()).spawn(serve);
+    let thread = thread.map_err(|e| format!("cannot start a thread: {e}; raise the limit on processes (ulimit -u)"))?;
     *peer = Some(Peer::Thread(stopper, Some(thread)));
     let fabric = iwarp::Config { crc: false, ..iwarp::Config::default() }.into();
     let remote = Remote {

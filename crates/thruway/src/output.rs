@@ -45,8 +45,9 @@ impl Display {
             ProgressMode::Plain => None,
         };
         let (halt, progress) = (Arc::clone(&stop), Arc::clone(progress));
-        let thread = std::thread::spawn(move || show(bar.as_ref(), &progress, &halt));
-        Display { stop, thread: Some(thread) }
+        // A copy goes on without its progress if the system cannot start a thread.
+        let thread = std::thread::Builder::new().spawn(move || show(bar.as_ref(), &progress, &halt)).ok();
+        Display { stop, thread }
     }
 
     /// Stops and clears the line.

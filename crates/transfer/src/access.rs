@@ -178,6 +178,10 @@ impl AuthorizedKeys {
                     None => (Grant::anywhere(Rights::empty()), Err(why)),
                 },
             };
+            if let Some(comment) = words.next().filter(|comment| parse_options(comment).is_ok()) {
+                let comment = crate::escape(comment.as_bytes());
+                return Err(at(format!("'{comment}' behind the key is a comment (expected options before the key)")));
+            }
             keys.entry(key.map_err(|e: Invalid| at(e.to_string()))?).or_default().push(grant);
         }
         Ok(AuthorizedKeys(keys))
@@ -311,6 +315,7 @@ mod tests {
             ("export= KEY", 1, "export"),
             ("export=a,export=b KEY", 1, "another line"),
             ("KEY KEY\n", 1, "secret key file"),
+            ("ro KEY\nKEY read,export=a\n", 2, "before the key"),
         ] {
             let (at, message) = keys(text).map(drop).unwrap_err();
             assert!(at == line && message.contains(word), "{text}: {at} {message}");

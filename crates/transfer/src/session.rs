@@ -111,7 +111,7 @@ impl Pipeline {
     fn on(node: Option<Node>, blocks: usize, block_len: usize) -> io::Result<Arc<Pipeline>> {
         let cpus = node.as_ref().map_or(&[][..], |n| &n.cpus);
         let threads = if cpus.is_empty() { topology::cores() } else { cpus.len() }.max(2);
-        let workers = Workers::near(cpus, threads, &["integrity", "security", "files"]);
+        let workers = Workers::near(cpus, threads, &["integrity", "security", "files"])?;
         let (integrity, security, files) =
             (workers.stage("integrity"), workers.stage("security"), workers.stage("files"));
         let storage = Arc::new(Storage::near(cpus)?);
