@@ -113,6 +113,9 @@ pub(super) enum Promise {
     Attributes { identity: Identity, ours: bool },
 }
 
+/// A directory of the destination that is kept open, with its path.
+type OpenDirectory = Option<(Vec<u8>, Arc<OwnedFd>)>;
+
 /// A pack that is being unpacked.
 struct Pack {
     files: Arc<Files>,
@@ -125,7 +128,7 @@ struct Pack {
     /// Small files written.
     written: usize,
     /// The directory of the last small file.
-    last_dir: Option<(Vec<u8>, Arc<OwnedFd>)>,
+    last_dir: OpenDirectory,
 }
 
 impl Pack {
@@ -308,7 +311,7 @@ impl Files {
         record: Record,
         content: &[u8],
         finished: &mut Vec<Finished>,
-        (written, last_dir): (usize, &mut Option<(Vec<u8>, Arc<OwnedFd>)>),
+        (written, last_dir): (usize, &mut OpenDirectory),
     ) {
         match record {
             Record::File { meta, .. } if meta.size != content.len() as u64 => {
@@ -406,7 +409,7 @@ impl Files {
         meta: &Meta,
         content: &[u8],
         open: usize,
-        last_dir: &mut Option<(Vec<u8>, Arc<OwnedFd>)>,
+        last_dir: &mut OpenDirectory,
     ) -> io::Result<Finished> {
         let (parent, name) = beneath::split(path);
         let dir = match last_dir {
