@@ -905,9 +905,9 @@ fn programs_in_c_wait_for_room_through_a_relay_as_on_tcp() {
     let relayed = Relayed::new(&[]);
     let options: Vec<&str> = relayed.options.iter().map(String::as_str).chain(COUNTED.iter().copied()).collect();
     let counted = counters(&compare_in_c("room", Some(&options)));
-    assert!(counted["relayed"] > 20 && counted["ring_bytes"] > 40_000_000, "{counted:?}");
-    // Six million in a child that has its parent's epoll instance. A busy machine may leave whole connections to it at first.
-    assert!(counted["overflow_bytes"] < 15_000_000, "{counted:?}");
+    assert!(counted["relayed"] > 20 && counted["ring_bytes"] > 100_000_000, "{counted:?}");
+    // 17 million in a child that has its parent's epoll instance. A busy machine may leave whole connections to it at first.
+    assert!(counted["overflow_bytes"] < 40_000_000, "{counted:?}");
 }
 
 #[test]
