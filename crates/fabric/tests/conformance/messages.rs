@@ -243,7 +243,9 @@ pub(crate) fn waiting_sleeps_and_wakes(lab: &Lab) {
 pub(crate) fn a_wait_for_memory_ends_with_the_write(lab: &Lab) {
     let (a, mut b) = lab.pair();
     let start = Instant::now();
-    for mark in 1..=50u8 {
+    // A device that places data without the processor does not end the sleep, which has a limit of its own there.
+    let marks = if lab.a.attributes().auto_progress { 5u8 } else { 50 };
+    for mark in 1..=marks {
         let arrived = || a.bytes(0, 1) == [mark];
         let put = || {
             b.buffer.write(0, &[mark]);
