@@ -511,12 +511,14 @@ fn check_host(remote: &Remote, key: Option<PublicKey>) -> Result<(), AuthError> 
     match (&remote.known_hosts, key) {
         // A daemon on this host may have a new key every time it is started. While it is not running, any user can take its port.
         (Some(path), Some(key)) if remote.addr.ip().to_canonical().is_loopback() => {
-            let other = match thruway_tcp::foreign_listener(remote.addr) {
+            let daemon = &remote.label;
+            let why = match thruway_tcp::foreign_listener(remote.addr) {
                 Ok(None) => return Ok(()),
-                Ok(Some(uid)) => format!("user {uid} of this host"),
-                Err(error) => format!("an unknown user ({error})"),
+                Ok(Some(uid)) => {
+                    format!("the daemon at {daemon} belongs to user {uid} of this host, neither to you nor to root")
+                }
+                Err(error) => format!("cannot find out the user of the daemon at {daemon}: {error}"),
             };
-            let why = format!("the daemon at {} belongs to {other}, neither to you nor to root", remote.label);
             KnownHosts::at(path.clone()).require(&remote.label, &key, &why)
         }
         (Some(path), Some(key)) => {

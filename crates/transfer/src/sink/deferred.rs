@@ -25,7 +25,7 @@ const IN_MEMORY: usize = 1 << 20;
 const ELSEWHERE_MAX: u64 = 256 << 20;
 /// Bytes of names to keep, in one directory or gathered at a time, beyond which nothing is removed from them.
 const KEEP_BYTES_MAX: usize = 256 << 20;
-/// Before each record: where the directory before it is, and what is known of its own.
+/// Bytes before each record: position of the last directory before it, and its fingerprint if it is a directory.
 const LINK_LEN: u64 = 16;
 /// Fingerprint of a directory that the job has not made.
 const NOT_MADE: u64 = 0;

@@ -16,7 +16,7 @@ pub(crate) enum Made {
 }
 
 impl Made {
-    /// True for the directory that was made. Without its identity, that is one of this user that was born within
+    /// True for the directory that was made. Without its identity, true for a directory of this user with a birth within
     /// [`BIRTH_DELAY_MAX`] of the record.
     pub(crate) fn is(&self, identity: Identity, stat: &Statx) -> bool {
         match *self {

@@ -24,7 +24,7 @@ use std::collections::HashMap;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
-use std::sync::{Arc, Condvar, Mutex};
+use std::sync::{Arc, Condvar, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 use thruway_engine::Block;
 use thruway_engine::rate_limit::RateLimit;
@@ -170,8 +170,11 @@ struct Source<'a> {
 
 /// Tells this machine, since it was started, from every other.
 pub(crate) fn this_machine() -> [u8; 16] {
-    let text = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
-    blake3::hash(text.trim().as_bytes()).as_bytes()[..16].try_into().expect("16 bytes")
+    static MACHINE: OnceLock<[u8; 16]> = OnceLock::new();
+    *MACHINE.get_or_init(|| {
+        let text = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+        blake3::hash(text.trim().as_bytes()).as_bytes()[..16].try_into().expect("16 bytes")
+    })
 }
 
 /// A hash of a directory of this machine. It does not tell the directory's number to another machine.

@@ -188,7 +188,8 @@ impl Tree {
         let removed = remover.remove(&place.dir, &place.name, b"");
         if !dry_run {
             let itself = u64::from(removed.failure.is_none() && removed.left == 0);
-            self.cleared.fetch_add(removed.count - itself, Ordering::Relaxed);
+            // Somebody else may have removed it in the same moment.
+            self.cleared.fetch_add(removed.count.saturating_sub(itself), Ordering::Relaxed);
         }
         match removed.failure {
             Some((_, e)) => Err(e),
