@@ -906,8 +906,8 @@ fn programs_in_c_wait_for_room_through_a_relay_as_on_tcp() {
     let options: Vec<&str> = relayed.options.iter().map(String::as_str).chain(COUNTED.iter().copied()).collect();
     let counted = counters(&compare_in_c("room", Some(&options)));
     assert!(counted["relayed"] > 20 && counted["ring_bytes"] > 100_000_000, "{counted:?}");
-    // 17 million in a child that has its parent's epoll instance. A busy machine may leave whole connections to it at first.
-    assert!(counted["overflow_bytes"] < 40_000_000, "{counted:?}");
+    // 92 million are sent in a child that has its parent's epoll instance. A busy machine may leave whole connections to TCP at first.
+    assert!(counted["overflow_bytes"] < 115_000_000, "{counted:?}");
 }
 
 #[test]

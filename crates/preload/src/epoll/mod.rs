@@ -481,6 +481,8 @@ pub(crate) fn arm(number: u32) -> bool {
     instance.sleepers.fetch_add(1, Ordering::SeqCst);
     let Ok(mut guard) = instance.lock.lock() else { return true };
     let state = instance.state(&mut guard);
+    // The kernel's list of a shared instance is returned as it is: a waker there would be a second event of its connection.
+    let is_foreign = instance.is_foreign.load(Ordering::Relaxed);
     let mut is_quiet = true;
     for i in 0..state.hot.len() {
         let at = state.hot[i] as usize;
@@ -488,7 +490,7 @@ pub(crate) fn arm(number: u32) -> bool {
         if one.fd >= 0 {
             let slot = slots::slot(one.number);
             let ep = instance.ep.load(Ordering::Relaxed);
-            if one.events & SPECIAL == 0 && one.events & libc::EPOLLIN as u32 != 0 {
+            if !is_foreign && one.events & SPECIAL == 0 && one.events & libc::EPOLLIN as u32 != 0 {
                 waker::register(number, ep, one.number, one.events, one.data);
             }
             let is_empty = one.events & READABLE == 0 || arm_connection(one.number);
