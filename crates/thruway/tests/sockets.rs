@@ -783,7 +783,7 @@ const COUNTED: &[&str] = &["--stats", "--json"];
 fn calls_through_a_relay_return_what_tcp_returns() {
     let relayed = Relayed::new(&[]);
     let path = script("semantics.py");
-    let seeds = std::env::var("THRUWAY_RELAYED_SEEDS").unwrap_or("0..40".to_owned());
+    let seeds = std::env::var("THRUWAY_RELAYED_SEEDS").unwrap_or("0..56".to_owned());
     let (first, end) = seeds.split_once("..").unwrap();
     let count = end.parse::<u64>().unwrap() - first.parse::<u64>().unwrap();
     let args = ["/usr/bin/python3", path.to_str().unwrap(), first, &count.to_string()];
@@ -795,7 +795,7 @@ fn calls_through_a_relay_return_what_tcp_returns() {
     // Both ends of all, unless the machine is so busy that some are over before the relay has come to them.
     assert!(counted["relayed"] > count && counted["ring_bytes"] > 1_000 * count, "{counted:?}");
     let (plain, relayed) = (String::from_utf8_lossy(&plain.stdout), String::from_utf8_lossy(&relayed.stdout));
-    assert!(plain.lines().count() as u64 > 50 * count);
+    assert!(plain.lines().count() as u64 > 30 * count);
     assert_eq!(plain.lines().count() + 1, relayed.lines().count());
     for (plain, relayed) in plain.lines().zip(relayed.lines()) {
         assert_eq!(plain, relayed, "sequence and call, end, what it has returned");
