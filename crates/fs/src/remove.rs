@@ -1,8 +1,8 @@
 //! Removes an entry with all beneath it.
 //!
 //! Iterative, with one descriptor whatever the depth: up again goes by `..`, checked against where the way down began.
-//! Never follows a link and never leaves the file system. Keeps files in use as disks, and the entries that
-//! [`Remover::spares`] selects.
+//! Never follows a link and never leaves the file system. Keeps files in use as disks and directories of other file
+//! systems, which are failures, and the entries that [`Remover::spares`] selects.
 
 use crate::{disk_lock, listing};
 use rustix::fs::{AtFlags, Mode, OFlags, Stat};
@@ -20,7 +20,7 @@ const BATCH: usize = 64 << 10;
 pub struct Removed {
     /// Entries removed, or, in a dry run, that would be.
     pub count: u64,
-    /// Entries that are spared, or that are on another file system.
+    /// Entries that are spared.
     pub left: u64,
     /// The first failure, with the path that it belongs to.
     pub failure: Option<(Vec<u8>, io::Error)>,
@@ -88,11 +88,7 @@ impl Remover<'_> {
         }
         let device = rustix::fs::fstat(&dir)?.st_dev;
         let mut fd = open(&dir, name)?;
-        let Some(level) = self.level(&fd, name, device, path.len())? else {
-            removed.left += 1;
-            return Ok(());
-        };
-        let mut stack = vec![level];
+        let mut stack = vec![self.level(&fd, name, device, path.len())?];
         loop {
             if self.is_over.load(Ordering::SeqCst) {
                 return Err(io::Error::other("cancelled"));
@@ -135,15 +131,11 @@ impl Remover<'_> {
                     let level = self.level(&inner, &name, device, path.len())?;
                     Ok((inner, level))
                 }) {
-                    Ok((inner, Some(level))) => {
+                    Ok((inner, level)) => {
                         fd = inner;
                         stack.push(level);
                         debug_assert_eq!(stack.len(), depth + 1);
                         continue;
-                    }
-                    Ok((_, None)) => {
-                        top.stays = true;
-                        removed.left += 1;
                     }
                     Err(e) => {
                         top.stays = true;
@@ -207,11 +199,12 @@ impl Remover<'_> {
         (self.on_removed)(path);
     }
 
-    /// Begins to empty a directory; `None` if it is on another file system.
-    fn level(&self, fd: &OwnedFd, name: &CStr, device: u64, path_len: usize) -> io::Result<Option<Level>> {
+    /// Begins to empty a directory.
+    fn level(&self, fd: &OwnedFd, name: &CStr, device: u64, path_len: usize) -> io::Result<Level> {
         let stat = rustix::fs::fstat(fd)?;
         if stat.st_dev != device {
-            return Ok(None);
+            let why = "it is a mounted file system or a subvolume";
+            return Err(io::Error::new(io::ErrorKind::ResourceBusy, why));
         }
         let mut level = Level {
             name: name.into(),
@@ -223,7 +216,7 @@ impl Remover<'_> {
             path_len,
         };
         self.fill(fd, &mut level)?;
-        Ok(Some(level))
+        Ok(level)
     }
 
     fn fill(&self, fd: &OwnedFd, level: &mut Level) -> io::Result<()> {

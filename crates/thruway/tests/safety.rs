@@ -1309,3 +1309,32 @@ fn contents_of_a_directory_that_gives_way_are_told_and_count() {
     }
     assert_eq!(fs::read_to_string(target.join("n")).unwrap(), "x");
 }
+
+#[test]
+fn a_mounted_file_system_is_not_removed_and_is_an_error() {
+    let lab = Lab::new();
+    let (source, target) = (lab.path("source"), lab.path("target"));
+    write(source.join("kept"), "x");
+    write(source.join("way"), "x");
+    for mounted in ["target/gone/deep", "target/way/deep"] {
+        fs::create_dir_all(lab.path(mounted)).unwrap();
+    }
+    write(target.join("gone/other"), "x");
+    write(target.join("way/other"), "x");
+    let script = "at=$1; shift
+        for i in gone way; do mount -t tmpfs none $at/$i/deep && echo precious >$at/$i/deep/f || exit 9; done
+        \"$@\"; code=$?; cat $at/gone/deep/f $at/way/deep/f; exit $code";
+    for option in ["-rn", "-r"] {
+        let mut copy = Command::new("unshare");
+        copy.args(["--mount", "sh", "-c", script, "sh"]).arg(&target).arg(THRUWAY);
+        copy.args(["cp", option, "--delete"]).arg(slash(&source)).arg(slash(&target));
+        let out = copy.output().unwrap();
+        assert_eq!(out.status.code(), Some(1), "{}", stderr(&out));
+        assert!(String::from_utf8_lossy(&out.stdout).ends_with("precious\nprecious\n"), "{out:?}");
+        let why = "it is a mounted file system or a subvolume";
+        for line in [format!("gone/deep: not removed: {why}"), format!("way: cannot remove way/deep: {why}")] {
+            assert!(stderr(&out).contains(&line), "{option}: {}", stderr(&out));
+        }
+        assert!(target.join("way/other").exists() && target.join("gone/other").exists() == (option == "-rn"));
+    }
+}

@@ -1,7 +1,7 @@
 //! Items of a copy: one for each entry that is changed (in a dry run: would be changed), with the reason.
 
 use super::files::Files;
-use super::tree::IN_THE_WAY;
+use super::tree::{IN_THE_WAY, cannot_remove};
 use crate::wire::{Meta, Record, Report, ReportKind};
 use rustix::fs::{AtFlags, FileType, Stat};
 use std::io;
@@ -69,7 +69,7 @@ impl Files {
             Some((below, e)) if e.kind() == io::ErrorKind::Interrupted => {
                 self.item(&beneath::join(parent, &below), "deleted, and more");
             }
-            Some((_, e)) if dry_run => self.report(path, ReportKind::NotCopied, e.to_string()),
+            Some(failure) if dry_run => self.report(path, ReportKind::NotCopied, cannot_remove(&failure).to_string()),
             None if contents > 0 && !deletes && dry_run => {
                 self.report(path, ReportKind::NotCopied, IN_THE_WAY.into());
             }

@@ -22,6 +22,11 @@ use thruway_fs::{Identity, disk_lock};
 /// Reason to refuse an entry in place of a directory.
 pub(crate) const IN_THE_WAY: &str = "a directory with contents is in the way (--delete without --exclude removes it)";
 
+/// Error for an entry whose contents, which are in the way, cannot be removed.
+pub(crate) fn cannot_remove((path, e): &(Vec<u8>, io::Error)) -> io::Error {
+    io::Error::new(e.kind(), format!("cannot remove {}: {e}", crate::escape(path)))
+}
+
 /// Entries of a session that are known as its own; of later ones it is not noticed that two names are one here.
 const OURS_MAX: usize = 8 << 20;
 
@@ -187,15 +192,11 @@ impl Tree {
         let remover = Remover { spares: &|_, _| false, dry_run, is_over: &NEVER, until, on_removed: &|_| () };
         let removed = remover.remove(&place.dir, &place.name, b"");
         if !dry_run {
-            let itself = u64::from(removed.failure.is_none() && removed.left == 0);
+            let itself = u64::from(removed.failure.is_none());
             // Somebody else may have removed it in the same moment.
             self.cleared.fetch_add(removed.count.saturating_sub(itself), Ordering::Relaxed);
         }
-        match removed.failure {
-            Some((_, e)) => Err(e),
-            None if removed.left > 0 => Err(io::Error::other("a mounted file system below it is in the way")),
-            None => Ok(()),
-        }
+        removed.failure.map_or(Ok(()), |failure| Err(cannot_remove(&failure)))
     }
 
     /// Applies [`check_disk`] to an entry of the tree.

@@ -8,7 +8,7 @@ mod durability;
 mod entries;
 mod names;
 
-pub(crate) use entries::{IN_THE_WAY, check_destination, check_disk};
+pub(crate) use entries::{IN_THE_WAY, cannot_remove, check_destination, check_disk};
 pub(crate) use names::{JOURNAL_PREFIX, JOURNAL_SUFFIX, OWN_AGE_MAX_S, is_own_name, temp_name, temporary_of};
 
 use super::attributes::{Shortcomings, Told, Trust};
