@@ -242,10 +242,10 @@ fn copy(args: &CpArgs, common: &Common, sources: &[Given<'_>], target: &Given<'_
         Endpoint::Local(path) if sources.iter().all(is_local) => {
             push_locally(args, sources, path, &pipelines, &mut peer)?
         }
-        Endpoint::Local(path) => pull(args, sources, path, &mut peer)?,
+        Endpoint::Local(path) => pull(args, sources, target, path, &mut peer)?,
         _ => push(args, sources, target, &mut peer)?,
     };
-    job.id = job_id(args, &job.export);
+    job.id = job_id(args, sources, target, &job.export);
     job.options.itemize = args.dry_run || common.verbose > 0;
     let progress = Arc::new(Progress::default());
     let (quiet, pulls) = (common.quiet, matches!(job.local, Local::Directory(_)));
@@ -501,8 +501,9 @@ impl CpArgs {
     }
 }
 
-/// Identifies a job across attempts: who copies what to where, and with what result.
-fn job_id(args: &CpArgs, export: &str) -> [u8; 16] {
+/// Identifies a job across attempts, however its paths are written: the user and the machine, the sources and their names, the
+/// destination, and the options that change the result.
+fn job_id(args: &CpArgs, sources: &[Given<'_>], target: &Given<'_>, export: &str) -> [u8; 16] {
     let mut hasher = blake3::Hasher::new();
     let mut field = |bytes: &[u8]| {
         hasher.update(&(bytes.len() as u64).to_le_bytes());
@@ -512,18 +513,49 @@ fn job_id(args: &CpArgs, export: &str) -> [u8; 16] {
     field(rustix::system::uname().nodename().to_bytes());
     field(&std::fs::read("/etc/machine-id").unwrap_or_default());
     field(&rustix::process::geteuid().as_raw().to_le_bytes());
-    field(std::env::current_dir().unwrap_or_default().as_os_str().as_bytes());
-    let (target, sources) = args.paths.split_last().expect("clap wants two");
-    // The same words may mean something else by now. The target itself may be there only after the first attempt.
-    let above = Path::new(target).parent().map(|p| if p.as_os_str().is_empty() { Path::new(".") } else { p });
-    for (words, means) in sources.iter().map(|s| (s, Some(Path::new(s)))).chain([(target, above)]) {
-        field(words.as_bytes());
-        let real = means.and_then(|path| std::fs::canonicalize(path).ok()).unwrap_or_default();
-        field(real.as_os_str().as_bytes());
+    for (endpoint, text) in sources {
+        identify(endpoint, &mut field);
+        if let Endpoint::Local(path) = endpoint {
+            // A link may lead to another place by now.
+            field(std::fs::canonicalize(path).unwrap_or_default().as_os_str().as_bytes());
+        }
+        field(&[means_contents(text).into()]);
     }
+    // A slash behind the destination changes the directory that holds the journal, or nothing.
+    identify(&target.0, &mut field);
     field(export.as_bytes());
     field(format!("{} {} {:?} {}", args.recursive(), args.preserve(), args.size, args.verify).as_bytes());
     hasher.finalize().as_bytes()[..16].try_into().expect("16 bytes")
+}
+
+/// Passes the parts of an endpoint to `field`, in one form for all ways to write it. A path of this machine becomes that of its
+/// directory without links, and its name: the entry itself may exist only after the first attempt.
+fn identify(endpoint: &Endpoint, field: &mut dyn FnMut(&[u8])) {
+    match endpoint {
+        Endpoint::Local(path) => {
+            let name = path.file_name();
+            let dir = match (name, path.parent()) {
+                (Some(_), Some(parent)) if parent.as_os_str().is_empty() => Path::new("."),
+                (Some(_), Some(parent)) => parent,
+                _ => path,
+            };
+            let real = std::fs::canonicalize(dir).or_else(|_| std::path::absolute(dir)).unwrap_or_else(|_| dir.into());
+            for part in [&b"local"[..], real.as_os_str().as_bytes(), name.unwrap_or_default().as_bytes()] {
+                field(part);
+            }
+        }
+        Endpoint::Ssh { host, path } => {
+            field(b"ssh");
+            field(host.as_bytes());
+            field(&[path.starts_with(b"/").into()]);
+            field(&tidy(path));
+        }
+        Endpoint::Daemon { host, port, export, path, .. } => {
+            for part in [&b"daemon"[..], host.as_bytes(), &port.to_le_bytes(), export.as_bytes(), path] {
+                field(part);
+            }
+        }
+    }
 }
 
 /// Refuses a local copy of a file onto itself, of a directory into itself, and `--delete` of a source inside the destination.
@@ -718,7 +750,13 @@ fn push_to(
     Ok(Job { export: export.into(), path, into_directory, ..args.job(remote, Local::Sources(local))? })
 }
 
-fn pull(args: &CpArgs, sources: &[Given<'_>], target: &Path, peer: &mut Option<Peer>) -> Result<Job, String> {
+fn pull(
+    args: &CpArgs,
+    sources: &[Given<'_>],
+    given: &Given<'_>,
+    target: &Path,
+    peer: &mut Option<Peer>,
+) -> Result<Job, String> {
     let (remote, export) = match &sources[0].0 {
         Endpoint::Daemon { host, port, export, .. } => (daemon(host, *port, args.key.as_ref())?, export.clone()),
         Endpoint::Ssh { host, path } => {
@@ -754,7 +792,7 @@ fn pull(args: &CpArgs, sources: &[Given<'_>], target: &Path, peer: &mut Option<P
         (None, None)
     } else {
         let into = slash || contents || specs.len() > 1;
-        let (root, rename) = local_root(args, target, into, &job_id(args, &export))?;
+        let (root, rename) = local_root(args, target, into, &job_id(args, sources, given, &export))?;
         (root.map(Arc::new), rename)
     };
     if let (Some(name), [spec]) = (rename, specs.as_mut_slice()) {

@@ -217,6 +217,12 @@ fn an_interrupted_copy_to_a_new_name_goes_on_at_that_name() {
             "pull" => (daemon.url("e/dir"), served.join("new").into_os_string()),
             _ => (source.clone().into_os_string(), served.join("new").into_os_string()),
         };
+        // The same paths in other words.
+        let (from_again, to_again) = match how {
+            "push" => (os(lab.path("./dir")), daemon.url("e/./new")),
+            "pull" => (daemon.url("e//dir"), os(lab.path("served/../served//new"))),
+            _ => (os(lab.path("served/../dir")), os(lab.path("./served/new"))),
+        };
         let command = args(&[&"-r", &"--bwlimit", &"30M", &from, &to]);
         let mut child = thruway(lab.dir.path()).args(["cp", "--quiet"]).args(&command).spawn().unwrap();
         let blocks = |dir: &Path| -> u64 {
@@ -229,7 +235,7 @@ fn an_interrupted_copy_to_a_new_name_goes_on_at_that_name() {
         }
         child.kill().unwrap();
         child.wait().unwrap();
-        let result = cp(&lab, &command);
+        let result = cp(&lab, &args(&[&"-r", &from_again, &to_again]));
         assert!(result["resumed_bytes"].as_u64().unwrap() > 0, "{how}: {result}");
         assert_eq!(
             (names(&served), names(&served.join("new"))),
