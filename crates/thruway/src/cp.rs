@@ -620,18 +620,26 @@ fn means_contents(source: &OsStr) -> bool {
     source.as_bytes().ends_with(b"/") || source.as_bytes().ends_with(b"/.")
 }
 
-/// The sources on this machine with the names they get.
+/// The sources on this machine with the names they get. One of several that does not exist is reported by the copy, which goes
+/// on with the others.
 fn local_sources(sources: &[Given<'_>]) -> Result<Vec<(PathBuf, Vec<u8>)>, String> {
+    let exists = |(endpoint, _): &Given<'_>| match endpoint {
+        Endpoint::Local(path) => path.symlink_metadata().is_ok(),
+        _ => false,
+    };
+    let some_exist = sources.iter().any(exists);
     let named = |(endpoint, text): &Given<'_>| {
         let Endpoint::Local(path) = endpoint else { unreachable!("the caller checked") };
-        path.symlink_metadata().map_err(|e| {
+        let metadata = path.symlink_metadata();
+        let is_missing = some_exist && metadata.as_ref().is_err_and(|e| e.kind() == std::io::ErrorKind::NotFound);
+        metadata.map(drop).or_else(|e| if is_missing { Ok(()) } else { Err(e) }).map_err(|e| {
             let is_number = !text.is_empty() && text.as_bytes().iter().all(u8::is_ascii_digit);
             let hint = if is_number { "; '-p' has no value: a port for ssh is set in ~/.ssh/config" } else { "" };
             format!("{}: {e}{hint}", shown(path))
         })?;
         if means_contents(text) {
             // Before anything is made for it.
-            return match path.is_dir() {
+            return match path.is_dir() || is_missing {
                 true => Ok((path.clone(), Vec::new())),
                 false => Err(format!("{}: Not a directory", shown(path))),
             };

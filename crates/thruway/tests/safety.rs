@@ -1344,3 +1344,26 @@ fn a_mounted_file_system_is_not_removed_and_is_an_error() {
         assert!(target.join("way/other").exists() && target.join("gone/other").exists() == (option == "-rn"));
     }
 }
+
+#[test]
+fn a_missing_source_does_not_stop_the_others() {
+    let lab = Lab::new();
+    let served = lab.mkdir("served");
+    let daemon = lab.serve(&served);
+    for target in [lab.mkdir("local").into_os_string(), daemon.url("e")] {
+        let there = if target == lab.path("local") { lab.path("local") } else { served.clone() };
+        write(lab.path("a/f"), "x");
+        write(lab.path("b/f"), "x");
+        write(there.join("b/extra"), "precious");
+        let out =
+            try_cp(&lab, &args(&[&"-r", &"--delete", &lab.path("a"), &lab.path("gone"), &lab.path("b"), &target]));
+        assert_eq!(out.status.code(), Some(1));
+        assert!(stderr(&out).contains("gone: cannot read the source: No such file"), "{}", stderr(&out));
+        let extra = fs::read_to_string(there.join("b/extra"));
+        assert!(there.join("a/f").exists() && there.join("b/f").exists() && extra.unwrap() == "precious");
+        // If there is no source at all, nothing begins.
+        let before = names(&there);
+        let out = try_cp(&lab, &args(&[&"-r", &lab.path("gone"), &lab.path("gone2"), &target]));
+        assert_eq!((out.status.code(), names(&there)), (Some(1), before));
+    }
+}
