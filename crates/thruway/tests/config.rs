@@ -171,6 +171,9 @@ allow = ["cert:a.example"]
     }
 }
 
+/// A public key.
+const KEY: &str = "68c88ba2061c3e01c3b464d7e39e8fbb747f682932f23bae56aa0b3cd5d2800f";
+
 #[test]
 fn a_reload_reports_each_change_and_a_check_its_verdict() {
     let lab = Lab::new();
@@ -201,6 +204,11 @@ fn a_reload_reports_each_change_and_a_check_its_verdict() {
         assert!(said.contains(&warning), "{said}");
     }
     fs::set_permissions(&keys, fs::Permissions::from_mode(0o644)).unwrap();
+    fs::write(&keys, format!("# friends\nexport=data {KEY}\nexport=dat {KEY}\n")).unwrap();
+    let (status, said) = check();
+    let warning = format!("{}:3: no export 'dat' (exports: data, dev)", keys.display());
+    assert!(status == Some(0) && said.matches("no export").count() == 1 && said.contains(&warning), "{said}");
+    fs::write(&keys, "").unwrap();
     let mut child = Command::new(THRUWAY)
         .args(["--json", "serve", "--config"])
         .arg(&file)
@@ -253,10 +261,10 @@ fn a_reload_reports_each_change_and_a_check_its_verdict() {
     // `--check` also reports mistakes that are found only when files are opened.
     fs::write(&file, text("").replace("'mem:1M'", "'/no/such/disk'").replace(served.to_str().unwrap(), "/no/such"))
         .unwrap();
-    fs::write(&keys, "nonsense").unwrap();
+    fs::write(&keys, "nonsense\n\nrubbish\n").unwrap();
     let (status, said) = check();
     assert_eq!(status, Some(1));
-    for (line, what) in [(3, "nonsense"), (5, "export data=/no/such"), (12, "block export 'one'")] {
+    for (line, what) in [(3, "nonsense"), (3, "rubbish"), (5, "export data=/no/such"), (12, "block export 'one'")] {
         let place = format!("thruway serve: {at}:{line}: ");
         assert!(said.lines().any(|l| l.starts_with(&place) && l.contains(what)), "{place}{what}:\n{said}");
     }

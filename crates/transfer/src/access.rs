@@ -134,63 +134,83 @@ impl Rights {
 /// Options are `ro`, `rw` (the default), single rights (`read`, `create`, `replace`, `delete`, `privileged`), and
 /// `export=NAME[/PATH]`, without which a line is for all exports.
 #[derive(Debug, Clone, Default)]
-pub struct AuthorizedKeys(HashMap<PublicKey, Vec<Grant>>);
+pub struct AuthorizedKeys {
+    grants: HashMap<PublicKey, Vec<Grant>>,
+    /// Line number and export of the grants for one export.
+    exports: Vec<(usize, String)>,
+}
 
 impl AuthorizedKeys {
     /// Reads a file of keys.
     ///
     /// # Errors
-    /// [`AuthError`] naming the first line that is not one.
-    pub fn load(path: &Path) -> Result<AuthorizedKeys, AuthError> {
-        let text = fs::read_to_string(path).map_err(|source| AuthError::File { path: path.into(), source })?;
-        AuthorizedKeys::parse(&text).map_err(|(line, message)| AuthError::Content { path: path.into(), line, message })
+    /// One for each invalid line, or one if the file cannot be read.
+    pub fn load(path: &Path) -> Result<AuthorizedKeys, Vec<AuthError>> {
+        let text = fs::read_to_string(path).map_err(|source| vec![AuthError::File { path: path.into(), source }])?;
+        AuthorizedKeys::parse(&text).map_err(|mistakes| {
+            let content = |(line, message)| AuthError::Content { path: path.into(), line, message };
+            mistakes.into_iter().map(content).collect()
+        })
+    }
+
+    /// Line number and name of each export with a grant that is not among these.
+    pub fn unknown_exports(&self, known: &[&str]) -> impl Iterator<Item = &(usize, String)> {
+        self.exports.iter().filter(move |(_, name)| !known.contains(&name.as_str()))
     }
 
     /// Keys that may replace or delete, but not create. All copies to the daemon require the right to create.
     pub fn without_create(&self) -> impl Iterator<Item = &PublicKey> {
         let changes = Rights::REPLACE | Rights::DELETE;
-        self.0.iter().filter_map(move |(key, grants)| {
+        self.grants.iter().filter_map(move |(key, grants)| {
             let rights = grants.iter().fold(Rights::empty(), |all, grant| all | grant.rights);
             (rights.intersects(changes) && !rights.contains(Rights::CREATE)).then_some(key)
         })
     }
 
-    fn parse(text: &str) -> Result<AuthorizedKeys, (usize, String)> {
-        let mut keys: HashMap<PublicKey, Vec<Grant>> = HashMap::new();
+    fn parse(text: &str) -> Result<AuthorizedKeys, Vec<(usize, String)>> {
+        let (mut keys, mut mistakes) = (AuthorizedKeys::default(), Vec::new());
         for (index, line) in text.lines().enumerate() {
             let line = line.trim();
             if line.is_empty() || line.starts_with('#') {
                 continue;
             }
-            let at = |message| (index + 1, message);
-            let mut words = line.split_whitespace();
-            if line.split_whitespace().filter(|word| word.parse::<PublicKey>().is_ok()).count() > 1 {
-                return Err(
-                    at("two keys in a line: a secret key file? (expected the public half, from id.pub)".into()),
-                );
+            match parse_line(line) {
+                Ok((key, grant)) => {
+                    keys.exports.extend(grant.export.iter().map(|name| (index + 1, name.clone())));
+                    keys.grants.entry(key).or_default().push(grant);
+                }
+                Err(message) => mistakes.push((index + 1, message)),
             }
-            let first = words.next().unwrap_or("");
-            let (grant, key) = match first.parse::<PublicKey>() {
-                Ok(key) => (Grant::anywhere(Rights::READ_WRITE), Ok(key)),
-                // A line of one word is a key that is none, not options without a key.
-                Err(why) => match words.next() {
-                    Some(second) => (parse_options(first).map_err(|e| at(e.to_string()))?, second.parse()),
-                    None => (Grant::anywhere(Rights::empty()), Err(why)),
-                },
-            };
-            if let Some(comment) = words.next().filter(|comment| parse_options(comment).is_ok()) {
-                let comment = crate::escape(comment.as_bytes());
-                return Err(at(format!("'{comment}' behind the key is a comment (expected options before the key)")));
-            }
-            keys.entry(key.map_err(|e: Invalid| at(e.to_string()))?).or_default().push(grant);
         }
-        Ok(AuthorizedKeys(keys))
+        if mistakes.is_empty() { Ok(keys) } else { Err(mistakes) }
     }
 
     /// Who the holder of this key is here.
     pub fn principal(&self, key: &PublicKey) -> Option<Principal> {
-        self.0.get(key).map(|grants| Principal::Key(*key, grants.clone()))
+        self.grants.get(key).map(|grants| Principal::Key(*key, grants.clone()))
     }
+}
+
+/// Parses `[OPTION[,OPTION]...] KEY [comment]`.
+fn parse_line(line: &str) -> Result<(PublicKey, Grant), String> {
+    let mut words = line.split_whitespace();
+    if line.split_whitespace().filter(|word| word.parse::<PublicKey>().is_ok()).count() > 1 {
+        return Err("two keys in a line: a secret key file? (expected the public half, from id.pub)".into());
+    }
+    let first = words.next().unwrap_or("");
+    let (grant, key) = match first.parse::<PublicKey>() {
+        Ok(key) => (Grant::anywhere(Rights::READ_WRITE), Ok(key)),
+        // A line of one word is a key that is none, not options without a key.
+        Err(why) => match words.next() {
+            Some(second) => (parse_options(first).map_err(|e| e.to_string())?, second.parse()),
+            None => (Grant::anywhere(Rights::empty()), Err(why)),
+        },
+    };
+    if let Some(comment) = words.next().filter(|comment| parse_options(comment).is_ok()) {
+        let comment = crate::escape(comment.as_bytes());
+        return Err(format!("'{comment}' behind the key is a comment (expected options before the key)"));
+    }
+    key.map(|key| (key, grant)).map_err(|e: Invalid| e.to_string())
 }
 
 /// Options in front of a key that cannot be used.
@@ -245,7 +265,7 @@ mod tests {
     use super::*;
     use crate::auth::KeyPair;
 
-    fn keys(text: &str) -> Result<(AuthorizedKeys, PublicKey), (usize, String)> {
+    fn keys(text: &str) -> Result<(AuthorizedKeys, PublicKey), Vec<(usize, String)>> {
         let key = KeyPair::generate().public();
         Ok((AuthorizedKeys::parse(&text.replace("KEY", &key.to_string()))?, key))
     }
@@ -317,8 +337,16 @@ mod tests {
             ("KEY KEY\n", 1, "secret key file"),
             ("ro KEY\nKEY read,export=a\n", 2, "before the key"),
         ] {
-            let (at, message) = keys(text).map(drop).unwrap_err();
-            assert!(at == line && message.contains(word), "{text}: {at} {message}");
+            let [(at, message)] = &keys(text).map(drop).unwrap_err()[..] else { panic!("{text}") };
+            assert!(*at == line && message.contains(word), "{text}: {at} {message}");
         }
+        let all = keys("rubbish\nKEY\nro,ro KEY\n\nwrong KEY").unwrap_err();
+        assert_eq!(all.iter().map(|(line, _)| *line).collect::<Vec<_>>(), [1, 5]);
+    }
+
+    #[test]
+    fn grants_for_unknown_exports_are_found_by_line() {
+        let (keys, _) = keys("KEY\nro,export=in KEY\nexport=inn/a KEY\n").unwrap();
+        assert_eq!(keys.unknown_exports(&["in", "out"]).collect::<Vec<_>>(), [&(3, "inn".to_string())]);
     }
 }

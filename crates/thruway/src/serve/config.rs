@@ -670,7 +670,8 @@ const INTRODUCTION: &str = r#"# The configuration file
 `thruway serve`, by the same names and with the same values. Options on the command line are added to lists, and take
 the place of single values. The file is checked whole before anything is started, and every error is reported with its line
 number. `thruway serve --config FILE --check` also opens the directories, disks, keys and certificates in it. It starts nothing, so a daemon may already
-serve them, and does not check whether addresses are free. It reports every mistake, with file and line if it is in the file, or that the configuration is valid. Mistakes of the file's syntax and values are reported first, alone.
+serve them, and does not check whether addresses are free. It reports every mistake, with file and line if it is in the file, or that the configuration is valid. Mistakes of the file's syntax and values are reported first, alone. The exit status is 2 if an option is wrong, and 1 if only
+something that it names is.
 
 `SIGHUP` reloads the authorized keys, the certificates and the rules of shares. The daemon prints a line for each reloaded item and for each mistake. Other settings need a restart: if one has changed, the daemon prints a line with
 file and line number. The last line begins with `reload done` or `reload with mistakes`. A configuration file with mistakes changes nothing but the authorized keys, which are reloaded in any case.

@@ -474,7 +474,7 @@ fn become_user(args: &ServeArgs) -> Result<(), String> {
     if let Some(path) = &args.authorized_keys
         && let Err(e) = AuthorizedKeys::load(path)
     {
-        return Err(format!("{e}: the user must be able to read it, for SIGHUP"));
+        return Err(format!("{}: the user must be able to read it, for SIGHUP", transfer::lines(&e)));
     }
     Ok(())
 }
@@ -488,9 +488,9 @@ fn check(args: &ServeArgs, common: &Common, usage: Vec<Mistake>) -> Result<(), F
         mistakes.extend(error.map(|e| (format!("export '{}'", export.name), e.to_string())));
     }
     if let Some(path) = &args.authorized_keys
-        && let Err(e) = transfer::load_authorized(path)
+        && let Err(all) = transfer::load_authorized(path, &args.export)
     {
-        mistakes.push(("--authorized-keys".into(), e.to_string()));
+        mistakes.extend(all.into_iter().map(|e| ("--authorized-keys".into(), e.to_string())));
     }
     if let Some(path) = &args.key
         && let Err(e) = KeyPair::load(path)

@@ -14,7 +14,7 @@ use thruway_server::Address;
 use thruway_server::service::{Announcement, Ended, Service};
 use thruway_transfer::access::AuthorizedKeys;
 use thruway_transfer::auth::{AuthError, Credentials, KeyPair, from_hex};
-use thruway_transfer::daemon::{Config, Daemon, StartError, Stopper, check_export_names};
+use thruway_transfer::daemon::{Config, DEV_EXPORT, Daemon, Export, StartError, Stopper, check_export_names};
 
 /// Who the daemon is.
 pub(super) fn credentials(args: &ServeArgs) -> Result<Credentials, String> {
@@ -32,9 +32,18 @@ fn is_loopback_only(listen: &[SocketAddr]) -> bool {
     listen.iter().all(|a| a.ip().to_canonical().is_loopback())
 }
 
-/// Loads the authorized keys. Warns if other users can write to the file, and so add keys.
-pub(super) fn load_authorized(path: &Path) -> Result<AuthorizedKeys, AuthError> {
+/// Loads the authorized keys. Warns of keys for exports that do not exist, and if other users can write to the file, and so add keys.
+pub(super) fn load_authorized(path: &Path, exports: &[Export]) -> Result<AuthorizedKeys, Vec<AuthError>> {
     let keys = AuthorizedKeys::load(path)?;
+    let known: Vec<&str> = exports.iter().map(|export| export.name.as_str()).chain([DEV_EXPORT]).collect();
+    for (line, name) in keys.unknown_exports(&known) {
+        tracing::warn!(
+            "{}:{line}: no export '{}' (exports: {})",
+            path.display(),
+            thruway_transfer::escape(name.as_bytes()),
+            known.join(", ")
+        );
+    }
     if let Some(mode) = path.metadata().ok().map(|meta| meta.mode() & 0o7777).filter(|mode| mode & 0o022 != 0) {
         tracing::warn!(
             "{}: other users can add keys: its mode is {mode:04o}; remove the right with chmod go-w",
@@ -50,6 +59,12 @@ pub(super) fn load_authorized(path: &Path) -> Result<AuthorizedKeys, AuthError> 
     Ok(keys)
 }
 
+/// Mistakes of a file of keys for a message, a line for each.
+pub(super) fn lines(mistakes: &[AuthError]) -> String {
+    let lines: Vec<String> = mistakes.iter().map(AuthError::to_string).collect();
+    lines.join("\nthruway serve: ")
+}
+
 /// The running transfer service.
 pub(super) struct TransferService {
     addresses: Vec<Address>,
@@ -57,6 +72,7 @@ pub(super) struct TransferService {
     /// The daemon's; empty if peers know it by a secret.
     public_key: String,
     authorized_keys: Option<PathBuf>,
+    exports: Vec<Export>,
     stopper: Stopper,
     /// Until it runs.
     daemon: Option<Daemon>,
@@ -87,6 +103,7 @@ impl TransferService {
             lines,
             public_key,
             authorized_keys: args.authorized_keys.clone(),
+            exports: args.export.clone(),
             stopper: daemon.stopper(),
             daemon: Some(daemon),
             thread: None,
@@ -116,8 +133,10 @@ impl Service for TransferService {
 
     fn reload(&self) -> Result<(), Box<dyn Error>> {
         if let Some(path) = &self.authorized_keys {
-            let failed = |e| format!("cannot reload the authorized keys, keeping the previous ones: {e}");
-            self.stopper.set_authorized(load_authorized(path).map_err(failed)?);
+            let failed = |e: Vec<AuthError>| {
+                format!("cannot reload the authorized keys, keeping the previous ones: {}", lines(&e))
+            };
+            self.stopper.set_authorized(load_authorized(path, &self.exports).map_err(failed)?);
             thruway_cli::say_error!("thruway serve: reloaded the authorized keys in {}", path.display());
         }
         Ok(())
@@ -172,7 +191,7 @@ fn start(args: &ServeArgs, credentials: Credentials) -> Result<Daemon, String> {
         listen.push(SocketAddr::from(([127, 0, 0, 1], DEFAULT_PORT)));
     }
     let authorized = match &args.authorized_keys {
-        Some(path) => load_authorized(path).map_err(|e| e.to_string())?,
+        Some(path) => load_authorized(path, &args.export).map_err(|e| lines(&e))?,
         None => AuthorizedKeys::default(),
     };
     let mut exports = args.export.clone();
