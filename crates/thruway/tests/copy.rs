@@ -283,6 +283,34 @@ fn a_link_does_not_move_the_place_of_a_key() {
 }
 
 #[test]
+fn items_tell_a_key_without_the_right_to_read_no_names_and_targets() {
+    let lab = Lab::new();
+    let (served, source, key) = (lab.mkdir("served"), lab.mkdir("source"), lab.path("key"));
+    fs::create_dir_all(served.join("d/secret-dir")).unwrap();
+    fs::create_dir(source.join("d")).unwrap();
+    fs::create_dir_all(served.join("way/secret-name")).unwrap();
+    fs::write(source.join("way"), "a file").unwrap();
+    for dir in [&served, &source] {
+        std::os::unix::fs::symlink("secret-target", dir.join("link")).unwrap();
+    }
+    assert!(thruway(lab.dir.path()).args(["keygen", "--quiet", "--output"]).arg(&key).status().unwrap().success());
+    let public = fs::read_to_string(key.with_extension("pub")).unwrap().trim().to_string();
+    let allowed = lab.path("authorized");
+    let mut contents = source.clone().into_os_string();
+    contents.push("/");
+    for (rights, told) in [("create,replace,delete", false), ("rw", true)] {
+        fs::write(&allowed, format!("{rights} {public}\n")).unwrap();
+        let keys = [OsStr::new("--authorized-keys"), allowed.as_os_str(), OsStr::new("--export")];
+        let daemon = Daemon::start(&[&keys[..], &[&export("e", &served, "")]].concat());
+        let result = cp(&lab, &args(&[&"-rn", &"--delete", &"--key", &key, &contents, &daemon.url("e/")]));
+        let items = result["items"].to_string();
+        assert_eq!(result["deleted"], 2, "{result}");
+        assert_eq!(items.contains("secret"), told, "{items}");
+        assert_eq!(items.contains("not compared"), !told, "{items}");
+    }
+}
+
+#[test]
 fn keys_decide_who_may_do_what() {
     let lab = Lab::new();
     let served = lab.mkdir("served");

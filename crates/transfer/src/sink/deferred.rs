@@ -299,8 +299,10 @@ impl Files {
         let spares = |path: &[u8], is_dir: &dyn Fn() -> bool| !filter.takes(path, is_dir);
         // First part of the reported paths, which patterns do not apply to.
         let top: RefCell<Vec<u8>> = RefCell::default();
+        // A peer without the right to read does not learn names.
+        let readable = self.tree.manner.readable;
         let itemize = |path: &[u8]| {
-            if self.params.options.itemize {
+            if self.params.options.itemize && readable {
                 self.item(&beneath::join(&top.borrow(), path), "deleted");
             }
         };
@@ -340,8 +342,8 @@ impl Files {
             match self.tree.prune(&path, below, &keep.names, &own, &remover) {
                 Ok(removed) => {
                     self.counters.deleted.fetch_add(removed.count, Ordering::Relaxed);
-                    if let Some((path, e)) = removed.failure {
-                        let path = beneath::join(&top.borrow(), &path);
+                    if let Some((failed, e)) = removed.failure {
+                        let path = if readable { beneath::join(&top.borrow(), &failed) } else { path };
                         self.report(&path, ReportKind::Incomplete, format!("not removed: {e}"));
                     }
                 }

@@ -15,6 +15,8 @@ use thruway_fs::remove::Remover;
 const NEW: &str = "new";
 const TYPE_DIFFERS: &str = "type differs";
 const ATTRIBUTES: &str = "attributes";
+/// Reason for an entry with a target or extended attributes that the peer has no right to read.
+const NOT_COMPARED: &str = "not compared";
 /// Longest time to list the contents of a directory that gives way.
 const LISTING_TIME: Duration = Duration::from_millis(50);
 
@@ -55,7 +57,7 @@ impl Files {
         let (parent, name) = beneath::split(path);
         let (deletes, dry_run) = (self.tree.manner.delete, self.params.options.dry_run);
         let itemize = |below: &[u8]| {
-            if deletes && below != name {
+            if deletes && below != name && self.tree.manner.readable {
                 self.item(&beneath::join(parent, below), "deleted");
             }
         };
@@ -67,7 +69,8 @@ impl Files {
         let contents = removed.count.saturating_sub(u64::from(removed.failure.is_none()));
         match removed.failure {
             Some((below, e)) if e.kind() == io::ErrorKind::Interrupted => {
-                self.item(&beneath::join(parent, &below), "deleted, and more");
+                let below = if self.tree.manner.readable { &below[..] } else { name };
+                self.item(&beneath::join(parent, below), "deleted, and more");
             }
             Some(failure) if dry_run => self.report(path, ReportKind::NotCopied, cannot_remove(&failure).to_string()),
             None if contents > 0 && !deletes && dry_run => {
@@ -117,24 +120,39 @@ impl Files {
         if kind != FileType::from_raw_mode(meta.mode) {
             return Some(TYPE_DIFFERS);
         }
-        let preserve = self.params.options.preserve;
-        differs(&stat).or_else(|| (preserve && !self.has_attributes(path, &stat, meta)).then_some(ATTRIBUTES))
+        if let Some(reason) = differs(&stat) {
+            return Some(reason);
+        }
+        if !self.params.options.preserve {
+            return None;
+        }
+        match self.has_attributes(path, &stat, meta) {
+            Some(true) => None,
+            Some(false) => Some(ATTRIBUTES),
+            None => Some(NOT_COMPARED),
+        }
     }
 
-    /// True if the entry has the attributes that a copy with `-p` would give it.
-    fn has_attributes(&self, path: &[u8], stat: &Stat, meta: &Meta) -> bool {
+    /// True if the entry has the attributes that a copy with `-p` would give it; `None` if the peer may not know.
+    fn has_attributes(&self, path: &[u8], stat: &Stat, meta: &Meta) -> Option<bool> {
         let is_link = FileType::from_raw_mode(stat.st_mode) == FileType::Symlink;
         let same = (stat.st_mtime, stat.st_mtime_nsec as u32) == meta.mtime
             && (is_link || stat.st_mode & 0o7777 == self.tree.mode(meta))
             && self.tree.has_owner(stat, meta);
         if !same || meta.xattrs.is_empty() {
-            return same;
+            return Some(same);
+        }
+        if !self.tree.manner.readable {
+            return None;
         }
         let here = self.tree.find(path).and_then(|place| thruway_fs::xattr::read(place.dir.as_fd(), &place.name));
-        here.is_ok_and(|here| meta.xattrs.iter().all(|attribute| here.contains(attribute)))
+        Some(here.is_ok_and(|here| meta.xattrs.iter().all(|attribute| here.contains(attribute))))
     }
 
     fn target_reason(&self, path: &[u8], target: &[u8]) -> Option<&'static str> {
+        if !self.tree.manner.readable {
+            return Some(NOT_COMPARED);
+        }
         let place = self.tree.find(path).ok()?;
         let here = rustix::fs::readlinkat(&place.dir, &place.name, Vec::new()).ok()?;
         (here.as_bytes() != target).then_some("target differs")
