@@ -107,13 +107,15 @@ impl KeyPair {
         let failed = |source| AuthError::File { path: path.into(), source };
         let meta = fs::metadata(path).map_err(failed)?;
         let content = |message: String| AuthError::Content { path: path.into(), line: 1, message };
-        if meta.mode() & 0o077 != 0 {
-            return Err(content(format!("mode {:o} lets others read a secret key; chmod 600 it", meta.mode() & 0o777)));
-        }
         let text = fs::read_to_string(path).map_err(failed)?;
         let mut words = text.split_whitespace();
         let secret = words.next().and_then(from_hex).ok_or_else(|| content("not a secret key".into()))?;
-        let public = words.next().and_then(from_hex).ok_or_else(|| content("no public half".into()))?;
+        let Some(public) = words.next().and_then(from_hex) else {
+            return Err(content("a public key (expected the file with the secret key, without .pub)".into()));
+        };
+        if meta.mode() & 0o077 != 0 {
+            return Err(content(format!("mode {:o} lets others read a secret key; chmod 600 it", meta.mode() & 0o777)));
+        }
         Ok(KeyPair { secret, public: PublicKey(public) })
     }
 
@@ -379,6 +381,8 @@ mod tests {
         assert!(pair.save(&path).is_err(), "an existing key is not overwritten");
         fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o644)).unwrap();
         assert!(matches!(KeyPair::load(&path), Err(AuthError::Content { .. })));
+        let public = KeyPair::load(&path.with_extension("pub")).map(drop).unwrap_err();
+        assert!(public.to_string().contains("a public key"), "{public}");
     }
 
     #[test]
