@@ -488,6 +488,7 @@ impl CpArgs {
             path: Vec::new(),
             into_directory: false,
             sources: Vec::new(),
+            renamed: false,
             local,
             id: [0; 16],
             options: self.options(),
@@ -803,10 +804,11 @@ fn pull(
         let (root, rename) = local_root(args, target, into, &job_id(args, sources, given, &export))?;
         (root.map(Arc::new), rename)
     };
+    let renamed = rename.is_some();
     if let (Some(name), [spec]) = (rename, specs.as_mut_slice()) {
         spec.name = name;
     }
-    Ok(Job { export, sources: specs, ..args.job(remote, Local::Directory(root))? })
+    Ok(Job { export, sources: specs, renamed, ..args.job(remote, Local::Directory(root))? })
 }
 
 /// The directory to receive into, and the name a single source gets instead of its own. A directory that does not

@@ -40,6 +40,7 @@ fn job(addr: &str, source: &std::path::Path, number: usize) -> Job {
         path: format!("copy{number}").into_bytes(),
         into_directory: false,
         sources: Vec::new(),
+        renamed: false,
         local: Local::Sources(vec![(source.into(), b"source".to_vec())]),
         id,
         options: TreeOptions::default(),

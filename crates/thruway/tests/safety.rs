@@ -920,6 +920,25 @@ fn a_directory_does_not_replace_a_file_that_the_command_names() {
 }
 
 #[test]
+fn a_directory_replaces_a_file_of_its_name_below_the_destination() {
+    let lab = Lab::new();
+    let target = lab.mkdir("target");
+    write(lab.path("source/dir/x"), "1");
+    let (daemon, from) = (lab.serve(&target), lab.serve(&lab.path("source")));
+    let source = lab.path("source/dir");
+    for list in [
+        args(&[&"-r", &source, &target]),
+        args(&[&"-r", &source, &daemon.url("e")]),
+        args(&[&"-r", &from.url("e/dir"), &target]),
+    ] {
+        write(target.join("dir"), "a file");
+        cp(&lab, &list);
+        assert_eq!(fs::read_to_string(target.join("dir/x")).unwrap(), "1", "{list:?}");
+        fs::remove_dir_all(target.join("dir")).unwrap();
+    }
+}
+
+#[test]
 fn a_served_disk_is_neither_replaced_nor_removed() {
     let lab = Lab::new();
     let (served, source, none) = (lab.mkdir("served"), lab.mkdir("source"), lab.mkdir("none"));

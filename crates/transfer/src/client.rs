@@ -3,7 +3,7 @@
 use crate::auth::{AuthError, Credentials, KnownHosts, PublicKey};
 use crate::link::{Call, Channels, Link, LinkError, Role, Transport, blocks_for, first_channels};
 use crate::session::{Cancel, LocalError, OnReport, Pipeline, Progress, SessionError, SessionParams};
-use crate::sink::{self, Prepared, Target, Trust};
+use crate::sink::{self, Prepared, RootNames, Target, Trust};
 use crate::source::{self, Root};
 use crate::wire::{
     AbortCode, Control, Destination, Direction, ListEntry, SessionReply, SessionRequest, SourceSpec, Summary, Token,
@@ -92,6 +92,8 @@ pub struct Job {
     pub into_directory: bool,
     /// Pull: what, below the export.
     pub sources: Vec<SourceSpec>,
+    /// Pull: the name of the only source is that of the destination itself, so a directory does not replace a file there.
+    pub renamed: bool,
     /// Our end.
     pub local: Local,
     /// Identifies the job when it is tried again.
@@ -145,6 +147,7 @@ impl Job {
             path: Vec::new(),
             into_directory: false,
             sources: Vec::new(),
+            renamed: false,
             local,
             id: random(),
             options: TreeOptions { recursive: true, ..TreeOptions::default() },
@@ -331,12 +334,11 @@ fn attempt(
     // A pulling sink reads its journal first: the source must know whether to make offers.
     let prepared = match &job.local {
         Local::Directory(root) => {
-            let names: Option<Vec<_>> = Some(job.sources.iter().map(|s| s.name.clone()).collect());
+            let names = Some(job.sources.iter().map(|s| s.name.clone()).collect());
             let target = Target {
                 root: root.clone(),
                 job: job.id,
-                named: names.clone(),
-                names,
+                named: RootNames { names, only: true, is_destination: job.renamed },
                 trust: Trust::Operator,
                 replace: true,
                 confined: false,

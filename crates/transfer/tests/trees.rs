@@ -33,6 +33,7 @@ fn push(served: &Served, source: &Path, options: TreeOptions) -> (Summary, Vec<S
         path: Vec::new(),
         into_directory: true,
         sources: Vec::new(),
+        renamed: false,
         local: Local::Sources(vec![(source.into(), Vec::new())]),
         id: [1; 16],
         options: TreeOptions { recursive: true, ..options },

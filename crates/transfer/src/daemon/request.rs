@@ -3,7 +3,7 @@
 use super::{DEV_EXPORT, Shared};
 use crate::access::{Allowed, Principal, Rights};
 use crate::session::SessionError;
-use crate::sink::{self, Prepared, Target, Trust};
+use crate::sink::{self, Prepared, RootNames, Target, Trust};
 use crate::source::{Root, destination_in};
 use crate::wire::{self, AbortCode, Destination, Direction, ListEntry, SessionRequest};
 use rustix::fs::{AtFlags, Mode, OFlags};
@@ -198,8 +198,7 @@ fn open_dev(asked: &SessionRequest) -> Result<Work, Refusal> {
             let target = Target {
                 root: None,
                 job: asked.job,
-                names: None,
-                named: None,
+                named: RootNames::default(),
                 trust: Trust::Peer,
                 replace: true,
                 confined: true,
@@ -256,13 +255,13 @@ fn open_push(
         root: Some(Arc::new(dir)),
         job,
         named: match &rename {
-            Some(name) => Some(vec![name.clone()]),
+            Some(name) => RootNames::destination(name.clone()),
             // Older clients do not send the names of their sources.
             None => {
-                Some(asked.sources.iter().map(|s| s.name.clone()).collect()).filter(|names: &Vec<_>| !names.is_empty())
+                let names: Vec<_> = asked.sources.iter().map(|s| s.name.clone()).collect();
+                RootNames { names: Some(names).filter(|names| !names.is_empty()), ..RootNames::default() }
             }
         },
-        names: rename.clone().map(|name| vec![name]),
         trust: rights.trust(),
         replace: rights.contains(Rights::REPLACE),
         confined: !export.unconfined,

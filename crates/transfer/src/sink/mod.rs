@@ -103,16 +103,49 @@ pub(crate) struct Counters {
     files_handle: OnceLock<Weak<Files>>,
 }
 
+/// Entries of the root directory that the command names. Other entries are parts of trees.
+#[derive(Debug, Clone, Default)]
+pub struct RootNames {
+    /// Their names; `None` if they are not known. An empty name stands for the contents of a directory.
+    pub names: Option<Vec<Vec<u8>>>,
+    /// The source may make no others in the root directory.
+    pub only: bool,
+    /// The only name is that of the destination itself.
+    pub is_destination: bool,
+}
+
+impl RootNames {
+    /// A destination that does not have to be a directory.
+    pub fn destination(name: Vec<u8>) -> RootNames {
+        RootNames { names: Some(vec![name]), only: true, is_destination: true }
+    }
+
+    /// The names that the source is confined to.
+    fn allowed(&self) -> Option<&[Vec<u8>]> {
+        self.names.as_deref().filter(|_| self.only)
+    }
+
+    /// True if the name is that of an entry which the command may have named.
+    fn contains(&self, name: &[u8]) -> bool {
+        self.names.as_ref().is_none_or(|names| names.iter().any(|one| one == name))
+    }
+
+    /// True if the path is that of the destination itself.
+    fn has_destination(&self, path: &[u8]) -> bool {
+        self.is_destination
+            && !path.is_empty()
+            && self.names.as_ref().is_some_and(|names| names.iter().any(|n| n == path))
+    }
+}
+
 /// Destination of a sink.
 pub struct Target {
     /// The root directory; `None` discards everything.
     pub root: Option<Arc<OwnedFd>>,
     /// Identifies the job, for resuming.
     pub job: [u8; 16],
-    /// Names that the source may make in the root directory; `None`: any.
-    pub names: Option<Vec<Vec<u8>>>,
-    /// Names in the root directory from the command line; `None` if they are not known. Other names are of entries of trees.
-    pub named: Option<Vec<Vec<u8>>>,
+    /// Entries of the root directory that the command names.
+    pub named: RootNames,
     /// How far the source is trusted.
     pub trust: Trust,
     /// What is there may be replaced.
@@ -139,7 +172,7 @@ impl Prepared {
     /// [`SessionError::Local`] if the journal cannot be read. Also if the destination of a single entry is a link to a device, pipe
     /// or socket, or a file in use as a disk.
     pub fn new(target: Target, options: &TreeOptions) -> Result<Prepared, SessionError> {
-        if let (Some(root), Some([name])) = (&target.root, target.names.as_deref())
+        if let (Some(root), Some([name])) = (&target.root, target.named.allowed())
             && !name.is_empty()
         {
             // Checked here, before any data is sent.
@@ -229,10 +262,6 @@ pub fn run(
         readable: target.listed,
         confined: target.confined,
         named: target.named.clone(),
-        destination: match target.names.as_deref() {
-            Some([only]) if !only.is_empty() => Some(only.clone()),
-            _ => None,
-        },
     };
     let tree_root = Arc::clone(&root);
     let tree = Arc::new(Tree::new(root, manner, journal.clone(), earlier.take_directories()));
@@ -240,7 +269,7 @@ pub fn run(
     let committer = Arc::new(Committer::start(Arc::clone(&tree), journal.clone(), on_commit).map_err(local)?);
     let files = Arc::new(Files {
         tree,
-        scope: Scope::new(target.names.as_deref(), options),
+        scope: Scope::new(target.named.allowed(), options),
         job: target.job,
         params: params.clone(),
         pipeline: Arc::clone(pipeline),

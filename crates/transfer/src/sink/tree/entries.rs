@@ -85,9 +85,7 @@ fn is_link(stat: &Stat) -> bool {
 impl Tree {
     /// Applies [`check_destination`] to a link that the command names. Others are entries of a tree, and are replaced.
     fn check_link(&self, place: &Place) -> io::Result<()> {
-        let named = self.manner.named.as_ref();
-        let is_named = named.is_none_or(|names| names.iter().any(|name| *name == place.name.as_bytes()));
-        if !is_named || !Arc::ptr_eq(&place.dir, &self.root) {
+        if !self.manner.named.contains(place.name.as_bytes()) || !Arc::ptr_eq(&place.dir, &self.root) {
             return Ok(());
         }
         check_destination(&place.dir, &place.name, self.manner.confined)

@@ -11,6 +11,7 @@ mod names;
 pub(crate) use entries::{IN_THE_WAY, cannot_remove, check_destination, check_disk};
 pub(crate) use names::{JOURNAL_PREFIX, JOURNAL_SUFFIX, OWN_AGE_MAX_S, is_own_name, temp_name, temporary_of};
 
+use super::RootNames;
 use super::attributes::{Shortcomings, Told, Trust};
 use super::journal::{Journal, Key, key_of};
 use super::made::Made;
@@ -44,10 +45,8 @@ pub(crate) struct Manner {
     pub(crate) readable: bool,
     /// Links in the root directory are resolved beneath it only.
     pub(crate) confined: bool,
-    /// Names in the root directory from the command line; `None`: all of them. Others are entries of a tree.
-    pub(crate) named: Option<Vec<Vec<u8>>>,
-    /// Name in the root directory of the destination itself, if that is not the root directory.
-    pub(crate) destination: Option<Vec<u8>>,
+    /// Entries of the root directory that the command names.
+    pub(crate) named: RootNames,
     pub(crate) trust: Trust,
 }
 
@@ -243,7 +242,7 @@ impl Tree {
         let _replacing = self.replacing.lock().expect("no panics under the lock");
         match stat() {
             Ok(stat) if FileType::from_raw_mode(stat.st_mode).is_dir() => return Ok(None),
-            Ok(_) if self.manner.destination.as_deref() == Some(path) => {
+            Ok(_) if self.manner.named.has_destination(path) => {
                 let why = "destination exists and is not a directory; a directory does not replace it";
                 return Err(io::Error::new(io::ErrorKind::AlreadyExists, why));
             }

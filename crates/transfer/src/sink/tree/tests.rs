@@ -6,16 +6,8 @@ use std::path::Path;
 use thruway_fs::remove::NEVER;
 
 fn tree_with(dir: &Path, preserve: bool, delete: bool, trust: Trust) -> Tree {
-    let manner = Manner {
-        preserve,
-        delete,
-        replace: true,
-        readable: true,
-        confined: false,
-        named: None,
-        destination: None,
-        trust,
-    };
+    let manner =
+        Manner { preserve, delete, replace: true, readable: true, confined: false, named: RootNames::default(), trust };
     Tree::new(Arc::new(fs::File::open(dir).unwrap().into()), manner, None, HashMap::new())
 }
 
@@ -356,8 +348,7 @@ fn links_to_devices_are_refused_only_if_the_command_may_name_them() {
             replace: true,
             readable: true,
             confined: false,
-            named,
-            destination: None,
+            named: RootNames { names: named, ..RootNames::default() },
             trust: Trust::Operator,
         };
         let tree = Tree::new(root, manner, None, HashMap::new());
@@ -386,8 +377,7 @@ fn directories_of_an_interrupted_session_get_their_attributes_from_the_next() {
                 replace: true,
                 readable: true,
                 confined: false,
-                named: None,
-                destination: None,
+                named: RootNames::default(),
                 trust: Trust::Operator,
             };
             let mut tree = Tree::new(Arc::clone(&root), manner, Some(Arc::new(journal)), earlier.take_directories());
@@ -459,8 +449,7 @@ fn a_source_without_rights_links_only_to_files_of_its_own_job() {
             replace,
             readable,
             confined: true,
-            named: None,
-            destination: None,
+            named: RootNames::default(),
             trust,
         };
         let tree = Tree::new(root, manner, None, HashMap::new());
@@ -484,7 +473,7 @@ fn a_directory_replaces_entries_below_the_destination_but_not_the_destination() 
     symlink("f", dir.path().join("link")).unwrap();
     let mut tree = tree_with(dir.path(), false, true, Trust::Operator);
     for name in ["f", "link"] {
-        tree.manner.destination = Some(name.into());
+        tree.manner.named = RootNames::destination(name.into());
         let error = tree.make_directory(name.as_bytes(), &Meta::default()).unwrap_err();
         assert!(error.to_string().contains("not a directory"), "{error}");
         assert!(tree.place(format!("{name}/file").as_bytes()).is_err(), "before its record");
