@@ -632,9 +632,10 @@ fn local_sources(sources: &[Given<'_>]) -> Result<Vec<(PathBuf, Vec<u8>)>, Strin
     let named = |(endpoint, text): &Given<'_>| {
         let Endpoint::Local(path) = endpoint else { unreachable!("the caller checked") };
         let metadata = path.symlink_metadata();
-        let is_missing = some_exist && metadata.as_ref().is_err_and(|e| e.kind() == std::io::ErrorKind::NotFound);
+        let is_number = !text.is_empty() && text.as_bytes().iter().all(u8::is_ascii_digit);
+        let is_not_found = metadata.as_ref().is_err_and(|e| e.kind() == std::io::ErrorKind::NotFound);
+        let is_missing = is_not_found && some_exist && !is_number;
         metadata.map(drop).or_else(|e| if is_missing { Ok(()) } else { Err(e) }).map_err(|e| {
-            let is_number = !text.is_empty() && text.as_bytes().iter().all(u8::is_ascii_digit);
             let hint = if is_number { "; '-p' has no value: a port for ssh is set in ~/.ssh/config" } else { "" };
             format!("{}: {e}{hint}", shown(path))
         })?;
