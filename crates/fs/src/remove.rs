@@ -1,19 +1,21 @@
 //! Removes an entry with all beneath it.
 //!
-//! Iterative, with one descriptor whatever the depth: up again goes by `..`, checked against where the way down began.
+//! Iterative, with the same descriptors whatever the depth: up again goes by `..`, checked against where the way down began.
 //! Never follows a link and never leaves the file system. Keeps files in use as disks and directories of other file
 //! systems, which are failures, and the entries that [`Remover::spares`] selects.
 
-use crate::{disk_lock, listing};
-use rustix::fs::{AtFlags, Mode, OFlags, Stat};
+use crate::disk_lock;
+use rustix::fs::{AtFlags, FileType, Mode, OFlags, RawDir, SeekFrom, Statx, StatxFlags};
+use rustix::io::Errno;
 use std::ffi::{CStr, CString};
 use std::io;
+use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
-/// Names that are read from a directory before the first of them are removed.
-const BATCH: usize = 64 << 10;
+/// Bytes of names that are read from a directory at a time.
+const BUFFER_LEN: usize = 32 << 10;
 
 /// What became of a removal.
 #[derive(Debug, Default)]
@@ -24,6 +26,12 @@ pub struct Removed {
     pub left: u64,
     /// The first failure, with the path that it belongs to.
     pub failure: Option<(Vec<u8>, io::Error)>,
+}
+
+impl Removed {
+    fn fail(&mut self, path: &[u8], error: impl Into<io::Error>) {
+        self.failure.get_or_insert_with(|| (path.to_vec(), error.into()));
+    }
 }
 
 /// Selects entries by path. The second argument looks up whether the entry is a directory.
@@ -37,201 +45,330 @@ pub struct Remover<'a> {
     pub dry_run: bool,
     /// Set to stop.
     pub is_over: &'a AtomicBool,
-    /// Time at which to stop with the error `Interrupted`; the rest is still there.
-    pub until: Option<Instant>,
     /// Called with the path of each removed entry; in a dry run, of each entry that would be removed.
     pub on_removed: &'a dyn Fn(&[u8]),
-}
-
-/// For what is never over before its end.
-pub static NEVER: AtomicBool = AtomicBool::new(false);
-
-/// A directory that is being emptied.
-struct Level {
-    name: CString,
-    names: Vec<CString>,
-    /// There may be more names than have been read.
-    more: bool,
-    /// Something of it stays.
-    stays: bool,
-    /// Entries removed of the names read last.
-    progress: bool,
-    /// Device and inode number.
-    identity: (u64, u64),
-    /// Length of the path that leads here.
-    path_len: usize,
 }
 
 impl Remover<'_> {
     /// Removes the entry `name` of `dir` with all beneath it. `below` is the path of `dir`, which paths begin with that
     /// [`Remover::spares`] is asked about.
     pub fn remove(&self, dir: impl AsFd, name: &CStr, below: &[u8]) -> Removed {
-        let mut removed = Removed::default();
+        let mut removal = match Removal::new(dir, name, below) {
+            Ok(removal) => removal,
+            Err(e) => return Removed { failure: Some((below.to_vec(), e)), ..Removed::default() },
+        };
+        removal.run(self, None);
+        removal.removed
+    }
+}
+
+/// A removal that can be done in parts. Holds two descriptors.
+pub struct Removal {
+    /// The directory of the entry.
+    above: OwnedFd,
+    above_mount: Mount,
+    name: CString,
+    /// The directory at the top of the stack.
+    fd: Option<OwnedFd>,
+    stack: Vec<Level>,
+    path: Vec<u8>,
+    state: State,
+    removed: Removed,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum State {
+    New,
+    /// In the directories of the stack.
+    Inside,
+    Done,
+}
+
+/// A file system at one of its mount points. Subvolumes have device numbers of their own.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Mount {
+    device: (u32, u32),
+    /// `None` before Linux 5.8.
+    id: Option<u64>,
+}
+
+impl Mount {
+    fn of(stat: &Statx) -> Mount {
+        let has_id = stat.stx_mask & StatxFlags::MNT_ID.bits() != 0;
+        Mount { device: (stat.stx_dev_major, stat.stx_dev_minor), id: has_id.then_some(stat.stx_mnt_id) }
+    }
+
+    fn require(self, stat: &Statx) -> io::Result<()> {
+        if Mount::of(stat) == self {
+            return Ok(());
+        }
+        Err(io::Error::new(io::ErrorKind::ResourceBusy, "it is a mounted file system or a subvolume"))
+    }
+}
+
+/// A directory that is being emptied.
+struct Level {
+    name: CString,
+    names: Vec<CString>,
+    /// Where the next names are read, and whether there are any.
+    position: u64,
+    more: bool,
+    /// How often names were read in this pass. File systems may leave out names if others are removed in between.
+    reads: usize,
+    is_first_pass: bool,
+    /// Something was removed in this pass.
+    progress: bool,
+    /// Something of it stays.
+    stays: bool,
+    /// Inode number.
+    inode: u64,
+    /// Length of the path that leads here.
+    path_len: usize,
+}
+
+impl Removal {
+    /// A removal of the entry `name` of `dir` with all beneath it; see [`Remover::remove`].
+    ///
+    /// # Errors
+    /// If no descriptor can be made, or `dir` cannot be examined.
+    pub fn new(dir: impl AsFd, name: &CStr, below: &[u8]) -> io::Result<Removal> {
+        let above = dir.as_fd().try_clone_to_owned()?;
+        let above_mount = Mount::of(&examine(&above, c"")?);
         let mut path = below.to_vec();
-        let start = path.len();
-        if let Err(e) = self.entry(dir.as_fd(), name, &mut path, &mut removed) {
-            push(&mut path, start, name);
-            removed.failure.get_or_insert((path, e));
-        }
-        removed
+        let len = path.len();
+        push(&mut path, len, name);
+        Ok(Removal {
+            above,
+            above_mount,
+            name: name.into(),
+            fd: None,
+            stack: Vec::new(),
+            path,
+            state: State::New,
+            removed: Removed::default(),
+        })
     }
 
-    fn entry(&self, dir: impl AsFd, name: &CStr, path: &mut Vec<u8>, removed: &mut Removed) -> io::Result<()> {
-        let top_len = path.len();
-        push(path, top_len, name);
-        if (self.spares)(path, &|| is_directory(&dir, name)) {
-            removed.left += 1;
-            return Ok(());
-        }
-        if self.plain(&dir, name, path, removed)? {
-            return Ok(());
-        }
-        let device = rustix::fs::fstat(&dir)?.st_dev;
-        let mut fd = open(&dir, name)?;
-        let mut stack = vec![self.level(&fd, name, device, path.len())?];
-        loop {
-            if self.is_over.load(Ordering::SeqCst) {
-                return Err(io::Error::other("cancelled"));
-            }
-            if self.until.is_some_and(|until| Instant::now() >= until) {
-                return Err(io::ErrorKind::Interrupted.into());
-            }
-            let depth = stack.len();
-            let top = stack.last_mut().expect("not empty");
-            let Some(name) = top.names.pop() else {
-                if top.more && top.progress {
-                    self.fill(&fd, top)?;
-                    continue;
-                }
-                let done = stack.pop().expect("not empty");
-                let Some(above) = stack.last_mut() else {
-                    self.directory(&dir, &done, path, removed);
-                    return Ok(());
-                };
-                fd = up(&fd, above.identity)?;
-                if self.directory(&fd, &done, path, removed) {
-                    above.progress = true;
-                } else {
-                    above.stays = true;
-                }
-                path.truncate(above.path_len);
-                continue;
-            };
-            let len = top.path_len;
-            push(path, len, &name);
-            if (self.spares)(path, &|| is_directory(&fd, &name)) {
-                top.stays = true;
-                removed.left += 1;
-                path.truncate(len);
-                continue;
-            }
-            match self.plain(&fd, &name, path, removed) {
-                Ok(true) => top.progress = true,
-                Ok(false) => match open(&fd, &name).and_then(|inner| {
-                    let level = self.level(&inner, &name, device, path.len())?;
-                    Ok((inner, level))
-                }) {
-                    Ok((inner, level)) => {
-                        fd = inner;
-                        stack.push(level);
-                        debug_assert_eq!(stack.len(), depth + 1);
-                        continue;
-                    }
-                    Err(e) => {
-                        top.stays = true;
-                        removed.failure.get_or_insert((path.clone(), e));
-                    }
-                },
-                Err(e) => {
-                    top.stays = true;
-                    removed.failure.get_or_insert((path.clone(), e));
-                }
-            }
-            path.truncate(len);
-        }
+    /// What has become of it so far.
+    pub fn removed(&self) -> &Removed {
+        &self.removed
     }
 
-    /// Removes what is not a directory; false if it is one.
-    fn plain(&self, dir: impl AsFd, name: &CStr, path: &[u8], removed: &mut Removed) -> io::Result<bool> {
-        if disk_lock::is_disk(&dir, name) {
-            return Err(io::Error::new(io::ErrorKind::ResourceBusy, "the file is in use as a disk"));
-        }
-        if self.dry_run {
-            let stat = rustix::fs::statat(dir, name, AtFlags::SYMLINK_NOFOLLOW)?;
-            let is_dir = rustix::fs::FileType::from_raw_mode(stat.st_mode).is_dir();
-            if !is_dir {
-                self.count(path, removed);
+    /// Goes on until it is done, which it returns, or until this time, but for one entry at least.
+    pub fn run(&mut self, remover: &Remover<'_>, until: Option<Instant>) -> bool {
+        if self.state == State::New {
+            self.state = State::Inside;
+            if let Err(e) = self.enter(remover) {
+                self.removed.fail(&self.path, e);
             }
-            return Ok(!is_dir);
         }
-        match rustix::fs::unlinkat(&dir, name, AtFlags::empty()) {
-            Ok(()) => self.count(path, removed),
-            Err(rustix::io::Errno::NOENT) => {}
-            Err(rustix::io::Errno::ISDIR | rustix::io::Errno::PERM) => {
-                let stat = rustix::fs::statat(&dir, name, AtFlags::SYMLINK_NOFOLLOW)?;
-                if !rustix::fs::FileType::from_raw_mode(stat.st_mode).is_dir() {
-                    return Err(rustix::io::Errno::PERM.into());
-                }
-                return Ok(false);
+        while self.state == State::Inside {
+            if self.stack.is_empty() {
+                self.state = State::Done;
+            } else if remover.is_over.load(Ordering::SeqCst) {
+                self.removed.fail(&self.path, io::Error::other("cancelled"));
+                self.state = State::Done;
+            } else if let Err(e) = self.step(remover) {
+                self.removed.fail(&self.path, e);
+                self.state = State::Done;
+            } else if until.is_some_and(|until| Instant::now() >= until) {
+                return false;
             }
-            Err(e) => return Err(e.into()),
         }
-        Ok(true)
-    }
-
-    /// Removes a directory that has been emptied; false if something of it stays.
-    fn directory(&self, dir: impl AsFd, done: &Level, path: &[u8], removed: &mut Removed) -> bool {
-        if done.stays {
-            return false;
-        }
-        if !self.dry_run
-            && let Err(e) = rustix::fs::unlinkat(dir, &done.name, AtFlags::REMOVEDIR)
-        {
-            removed.failure.get_or_insert((path[..done.path_len].to_vec(), e.into()));
-            return false;
-        }
-        self.count(&path[..done.path_len], removed);
+        self.fd = None;
         true
     }
 
-    fn count(&self, path: &[u8], removed: &mut Removed) {
-        removed.count += 1;
-        (self.on_removed)(path);
+    /// Removes the entry itself, or begins to empty it.
+    fn enter(&mut self, remover: &Remover<'_>) -> io::Result<()> {
+        let (above, name) = (&self.above, &self.name);
+        if (remover.spares)(&self.path, &|| is_directory(above, name)) {
+            self.removed.left += 1;
+            return Ok(());
+        }
+        if plain(remover, above, name, (&self.path, self.above_mount), &mut self.removed)? {
+            return Ok(());
+        }
+        let fd = open(above, name)?;
+        self.stack.push(self.level(&fd, name)?);
+        self.fd = Some(fd);
+        Ok(())
     }
 
     /// Begins to empty a directory.
-    fn level(&self, fd: &OwnedFd, name: &CStr, device: u64, path_len: usize) -> io::Result<Level> {
-        let stat = rustix::fs::fstat(fd)?;
-        if stat.st_dev != device {
-            let why = "it is a mounted file system or a subvolume";
-            return Err(io::Error::new(io::ErrorKind::ResourceBusy, why));
-        }
+    fn level(&self, fd: &OwnedFd, name: &CStr) -> io::Result<Level> {
+        let stat = examine(fd, c"")?;
+        self.above_mount.require(&stat)?;
         let mut level = Level {
             name: name.into(),
             names: Vec::new(),
-            more: false,
-            stays: false,
+            position: 0,
+            more: true,
+            reads: 0,
+            is_first_pass: self.stack.last().is_none_or(|above| above.is_first_pass),
             progress: false,
-            identity: identity(&stat),
-            path_len,
+            stays: false,
+            inode: stat.stx_ino,
+            path_len: self.path.len(),
         };
-        self.fill(fd, &mut level)?;
+        level.fill(fd)?;
         Ok(level)
     }
 
-    fn fill(&self, fd: &OwnedFd, level: &mut Level) -> io::Result<()> {
-        (level.more, level.progress) = (false, false);
-        for name in listing::names(fd)? {
-            let name = name?;
-            // A dry run sees the same names again.
-            if level.names.len() >= BATCH && !self.dry_run {
-                level.more = true;
-                break;
+    /// Deals with one name of the directory at the top of the stack, or with its end.
+    fn step(&mut self, remover: &Remover<'_>) -> io::Result<()> {
+        let top = self.stack.last_mut().expect("checked by the caller");
+        let fd = self.fd.as_ref().expect("open while the stack has levels");
+        self.path.truncate(top.path_len);
+        let Some(name) = top.names.pop() else {
+            if top.more {
+                return top.fill(fd);
             }
-            level.names.push(name);
+            if top.reads > 1 && top.progress && !remover.dry_run {
+                (top.position, top.more, top.reads) = (0, true, 0);
+                (top.progress, top.is_first_pass) = (false, false);
+                return top.fill(fd);
+            }
+            return self.leave(remover);
+        };
+        push(&mut self.path, top.path_len, &name);
+        if (remover.spares)(&self.path, &|| is_directory(fd, &name)) {
+            top.stays = true;
+            self.removed.left += u64::from(top.is_first_pass);
+            return Ok(());
+        }
+        match plain(remover, fd, &name, (&self.path, self.above_mount), &mut self.removed) {
+            Ok(true) => {
+                top.progress = true;
+                return Ok(());
+            }
+            Ok(false) => {}
+            Err(e) => {
+                top.stays = true;
+                self.removed.fail(&self.path, e);
+                return Ok(());
+            }
+        }
+        match open(fd, &name).and_then(|inner| Ok((self.level(&inner, &name)?, inner))) {
+            Ok((level, inner)) => {
+                self.stack.push(level);
+                self.fd = Some(inner);
+            }
+            Err(e) => {
+                self.stack.last_mut().expect("as before").stays = true;
+                self.removed.fail(&self.path, e);
+            }
         }
         Ok(())
     }
+
+    /// Removes the directory at the top of the stack, which has been emptied, and goes up.
+    fn leave(&mut self, remover: &Remover<'_>) -> io::Result<()> {
+        let done = self.stack.pop().expect("checked by the caller");
+        if let Some(above) = self.stack.last() {
+            let fd = self.fd.take().expect("open while the stack has levels");
+            self.fd = Some(up(&fd, self.above_mount, above.inode)?);
+        }
+        let dir = if self.stack.is_empty() { &self.above } else { self.fd.as_ref().expect("just opened") };
+        let mut is_gone = !done.stays;
+        if is_gone
+            && !remover.dry_run
+            && let Err(e) = rustix::fs::unlinkat(dir, &done.name, AtFlags::REMOVEDIR)
+        {
+            self.removed.fail(&self.path, e);
+            is_gone = false;
+        }
+        if is_gone {
+            count(remover, &self.path, &mut self.removed);
+        }
+        if let Some(above) = self.stack.last_mut() {
+            above.progress |= is_gone;
+            above.stays |= !is_gone;
+        }
+        Ok(())
+    }
+}
+
+impl Level {
+    /// Reads the next names.
+    fn fill(&mut self, fd: &OwnedFd) -> io::Result<()> {
+        rustix::fs::seek(fd, SeekFrom::Start(self.position))?;
+        let mut buffer = vec![MaybeUninit::uninit(); BUFFER_LEN];
+        let mut entries = RawDir::new(fd, &mut buffer);
+        loop {
+            match entries.next() {
+                None => {
+                    self.more = false;
+                    return Ok(());
+                }
+                Some(Err(Errno::INTR)) => {}
+                Some(Err(e)) => return Err(e.into()),
+                Some(Ok(entry)) => {
+                    self.position = entry.next_entry_cookie();
+                    if !matches!(entry.file_name().to_bytes(), b"." | b"..") {
+                        self.names.push(entry.file_name().into());
+                    }
+                }
+            }
+            if entries.is_buffer_empty() && !self.names.is_empty() {
+                self.reads += 1;
+                return Ok(());
+            }
+        }
+    }
+}
+
+/// Removes what is not a directory; false if it is one.
+fn plain(
+    remover: &Remover<'_>,
+    dir: &OwnedFd,
+    name: &CStr,
+    (path, mount): (&[u8], Mount),
+    removed: &mut Removed,
+) -> io::Result<bool> {
+    if disk_lock::is_disk(dir, name) {
+        return Err(io::Error::new(io::ErrorKind::ResourceBusy, "the file is in use as a disk"));
+    }
+    if remover.dry_run {
+        let stat = examine(dir, name)?;
+        if FileType::from_raw_mode(stat.stx_mode.into()).is_dir() {
+            return Ok(false);
+        }
+        mount.require(&stat)?;
+        count(remover, path, removed);
+        return Ok(true);
+    }
+    match rustix::fs::unlinkat(dir, name, AtFlags::empty()) {
+        Ok(()) => count(remover, path, removed),
+        Err(Errno::NOENT) => {}
+        Err(Errno::BUSY) => {
+            mount.require(&examine(dir, name)?)?;
+            return Err(Errno::BUSY.into());
+        }
+        Err(Errno::ISDIR | Errno::PERM) => {
+            let stat = rustix::fs::statat(dir, name, AtFlags::SYMLINK_NOFOLLOW)?;
+            if !FileType::from_raw_mode(stat.st_mode).is_dir() {
+                return Err(Errno::PERM.into());
+            }
+            return Ok(false);
+        }
+        Err(e) => return Err(e.into()),
+    }
+    Ok(true)
+}
+
+fn count(remover: &Remover<'_>, path: &[u8], removed: &mut Removed) {
+    removed.count += 1;
+    (remover.on_removed)(path);
+}
+
+/// For what is never over before its end.
+pub static NEVER: AtomicBool = AtomicBool::new(false);
+
+/// Type, inode number and mount of an open file, or of the one with this name in a directory.
+fn examine(dir: impl AsFd, name: &CStr) -> io::Result<Statx> {
+    let flags = if name.is_empty() { AtFlags::EMPTY_PATH } else { AtFlags::SYMLINK_NOFOLLOW };
+    Ok(rustix::fs::statx(dir, name, flags, StatxFlags::TYPE | StatxFlags::INO | StatxFlags::MNT_ID)?)
 }
 
 /// True as well if that cannot be found out.
@@ -240,19 +377,16 @@ fn is_directory(dir: impl AsFd, name: &CStr) -> bool {
     stat.map_or(true, |stat| rustix::fs::FileType::from_raw_mode(stat.st_mode).is_dir())
 }
 
-fn identity(stat: &Stat) -> (u64, u64) {
-    (stat.st_dev, stat.st_ino)
-}
-
 fn open(dir: impl AsFd, name: &CStr) -> io::Result<OwnedFd> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     Ok(rustix::fs::openat(dir, name, flags, Mode::empty())?)
 }
 
 /// The directory above, if it still is the one that led here.
-fn up(fd: &OwnedFd, expected: (u64, u64)) -> io::Result<OwnedFd> {
+fn up(fd: &OwnedFd, mount: Mount, inode: u64) -> io::Result<OwnedFd> {
     let above = open(fd, c"..")?;
-    if identity(&rustix::fs::fstat(&above)?) == expected {
+    let stat = examine(&above, c"")?;
+    if Mount::of(&stat) == mount && stat.stx_ino == inode {
         return Ok(above);
     }
     Err(io::Error::other("a directory was moved while it was being removed"))
@@ -287,12 +421,36 @@ mod tests {
         std::os::unix::fs::symlink("../outside", dir.path().join("d/link")).unwrap();
         fs::write(dir.path().join("d/file"), "").unwrap();
         for dry_run in [true, false] {
-            let removed = Remover { spares: &|_, _| false, dry_run, is_over: &NEVER, until: None, on_removed: &|_| () }
-                .remove(&fd, c"d", b"");
+            let removed =
+                Remover { spares: &|_, _| false, dry_run, is_over: &NEVER, on_removed: &|_| () }.remove(&fd, c"d", b"");
             assert!(removed.failure.is_none(), "{removed:?}");
             assert_eq!((removed.count, removed.left), (5003, 0), "dry run: {dry_run}");
         }
         assert!(!dir.path().join("d").exists() && dir.path().join("outside/precious").exists());
+    }
+
+    #[test]
+    fn a_large_directory_is_removed_in_parts() {
+        let dir = tempfile::tempdir().unwrap();
+        let fd: OwnedFd = fs::File::open(dir.path()).unwrap().into();
+        let path = dir.path().join("d");
+        fs::create_dir_all(path.join("sub")).unwrap();
+        for n in 0..5000 {
+            fs::write(path.join(format!("{n}-{}", "x".repeat(100))), "").unwrap();
+        }
+        fs::write(path.join("sub/kept"), "").unwrap();
+        let spares = |path: &[u8], _: &dyn Fn() -> bool| path.ends_with(b"kept");
+        for (dry_run, left) in [(true, 5001), (false, 0)] {
+            let remover = Remover { spares: &spares, dry_run, is_over: &NEVER, on_removed: &|_| () };
+            let mut removal = Removal::new(&fd, c"d", b"").unwrap();
+            let mut parts = 1;
+            while !removal.run(&remover, Some(Instant::now())) {
+                parts += 1;
+            }
+            let removed = removal.removed();
+            assert!(parts > 5000 && removed.failure.is_none(), "{parts} {removed:?}");
+            assert_eq!((removed.count, removed.left, fs::read_dir(&path).unwrap().count() > 1), (5000, 1, left > 0));
+        }
     }
 
     #[test]
@@ -302,9 +460,8 @@ mod tests {
         fs::create_dir(dir.path().join("d")).unwrap();
         fs::write(dir.path().join("d/file"), "").unwrap();
         let is_over = AtomicBool::new(true);
-        let removed =
-            Remover { spares: &|_, _| false, dry_run: false, is_over: &is_over, until: None, on_removed: &|_| () }
-                .remove(&fd, c"d", b"");
+        let removed = Remover { spares: &|_, _| false, dry_run: false, is_over: &is_over, on_removed: &|_| () }
+            .remove(&fd, c"d", b"");
         assert!(removed.failure.is_some() && dir.path().join("d/file").exists());
     }
 
@@ -318,8 +475,8 @@ mod tests {
             fs::write(path, "").unwrap();
         }
         let spares = |path: &[u8], _: &dyn Fn() -> bool| path.ends_with(b".log") || path == b"top/.snapshots";
-        let removed = Remover { spares: &spares, dry_run: false, is_over: &NEVER, until: None, on_removed: &|_| () }
-            .remove(&fd, c"top", b"");
+        let removed =
+            Remover { spares: &spares, dry_run: false, is_over: &NEVER, on_removed: &|_| () }.remove(&fd, c"top", b"");
         assert!(removed.failure.is_none());
         assert_eq!((removed.count, removed.left), (3, 2));
         assert!(dir.path().join("top/a/keep.log").exists() && dir.path().join("top/.snapshots/x").exists());

@@ -1338,29 +1338,41 @@ fn contents_of_a_directory_that_gives_way_are_told_and_count() {
 #[test]
 fn a_mounted_file_system_is_not_removed_and_is_an_error() {
     let lab = Lab::new();
-    let (source, target) = (lab.path("source"), lab.path("target"));
+    let (source, target, outside) = (lab.path("source"), lab.path("target"), lab.mkdir("outside"));
     write(source.join("kept"), "x");
     write(source.join("way"), "x");
-    for mounted in ["target/gone/deep", "target/way/deep"] {
-        fs::create_dir_all(lab.path(mounted)).unwrap();
+    symlink("elsewhere", source.join("link")).unwrap();
+    write(outside.join("f"), "precious");
+    for dir in ["gone", "way", "link"] {
+        fs::create_dir_all(target.join(dir).join("deep")).unwrap();
+    }
+    // More than a worker looks at in one task.
+    for n in 0..20_000 {
+        write(target.join(format!("link/{n}")), "");
     }
     write(target.join("gone/other"), "x");
     write(target.join("way/other"), "x");
-    let script = "at=$1; shift
-        for i in gone way; do mount -t tmpfs none $at/$i/deep && echo precious >$at/$i/deep/f || exit 9; done
-        \"$@\"; code=$?; cat $at/gone/deep/f $at/way/deep/f; exit $code";
-    for option in ["-rn", "-r"] {
-        let mut copy = Command::new("unshare");
-        copy.args(["--mount", "sh", "-c", script, "sh"]).arg(&target).arg(THRUWAY);
-        copy.args(["cp", option, "--delete"]).arg(slash(&source)).arg(slash(&target));
-        let out = copy.output().unwrap();
-        assert_eq!(out.status.code(), Some(1), "{}", stderr(&out));
-        assert!(String::from_utf8_lossy(&out.stdout).ends_with("precious\nprecious\n"), "{out:?}");
-        let why = "it is a mounted file system or a subvolume";
-        for line in [format!("gone/deep: not removed: {why}"), format!("way: cannot remove way/deep: {why}")] {
-            assert!(stderr(&out).contains(&line), "{option}: {}", stderr(&out));
+    // A bind mount has the device number of the destination.
+    let script = "at=$1; how=$2; outside=$3; shift 3
+        for i in gone way link; do mount $how $outside $at/$i/deep || exit 9; echo precious >$at/$i/deep/f; done
+        \"$@\"; code=$?; cat $at/gone/deep/f $at/way/deep/f $at/link/deep/f; exit $code";
+    for (how, outside) in [("-ttmpfs", "none"), ("--bind", outside.to_str().unwrap())] {
+        for option in ["-rn", "-r"] {
+            let mut copy = Command::new("unshare");
+            copy.args(["--mount", "sh", "-c", script, "sh"]).arg(&target).args([how, outside, THRUWAY]);
+            copy.args(["cp", option, "--delete"]).arg(slash(&source)).arg(slash(&target));
+            let out = copy.output().unwrap();
+            assert_eq!(out.status.code(), Some(1), "{}", stderr(&out));
+            assert!(String::from_utf8_lossy(&out.stdout).ends_with(&"precious\n".repeat(3)), "{how} {option}: {out:?}");
+            let why = "it is a mounted file system or a subvolume";
+            let removed = |path: &str| format!("{path}: cannot remove {path}/deep: {why}");
+            for line in [format!("gone/deep: not removed: {why}"), removed("way"), removed("link")] {
+                assert!(stderr(&out).contains(&line), "{how} {option}: {}", stderr(&out));
+            }
+            assert!(target.join("way/other").exists() && names(&target.join("link")).len() == 20_001);
         }
-        assert!(target.join("way/other").exists() && target.join("gone/other").exists() == (option == "-rn"));
+        assert!(!target.join("gone/other").exists());
+        write(target.join("gone/other"), "x");
     }
 }
 

@@ -9,7 +9,7 @@ use super::journal::{Earlier, Journal, Key, Range, Version, key_of};
 use super::made::Made;
 use super::reports::Reports;
 use super::scope::Scope;
-use super::tree::{Place, Tree, temp_name};
+use super::tree::{Clearing, ClearingTurn, Clearings, Place, Tree, temp_name};
 use super::{Counters, EARLY_ENDS_FEW, SessionEvent};
 use crate::link::{Receive, splice};
 use crate::protocol::Violation;
@@ -74,8 +74,9 @@ pub(super) struct Files {
     pub(super) reports: Reports,
     /// Reports of items that have not been sent.
     pub(super) items: Reports,
+    pub(super) clearings: Arc<Clearings>,
     /// The session is over; long work may stop.
-    pub(super) over: AtomicBool,
+    pub(super) over: Arc<AtomicBool>,
 }
 
 /// The large files of a session.
@@ -129,6 +130,17 @@ struct Pack {
     written: usize,
     /// The directory of the last small file.
     last_dir: OpenDirectory,
+    /// The directory that gives way to the next record.
+    clearing: Option<(ClearingTurn, Clearing)>,
+}
+
+/// How far the next record of a pack is.
+enum Next {
+    Taken,
+    /// A part of its preparation is done.
+    Part,
+    /// A directory gives way to it when those of other packs have done so.
+    Waits,
 }
 
 impl Pack {
@@ -148,12 +160,15 @@ impl Pack {
         let mut finished = Vec::new();
         while self.at < self.len && !files.is_over() {
             match self.next(&mut finished) {
-                Ok(true) if began.elapsed() < TASK_TIME => {}
-                Ok(_) => {
+                Ok(Next::Taken) if began.elapsed() < TASK_TIME => {}
+                Ok(next) => {
                     files.committer.submit(finished);
                     // A pack that waits keeps no descriptor.
                     self.last_dir = None;
-                    return self.wait_for_room();
+                    return match next {
+                        Next::Waits => files.clearings.when_free(move || self.wait_for_room()),
+                        _ => self.wait_for_room(),
+                    };
                 }
                 Err(violation) => {
                     files.violation(violation);
@@ -169,9 +184,9 @@ impl Pack {
         files.block_done();
     }
 
-    /// Takes the next record. False if a part of its preparation is done, and the rest is for another task.
-    fn next(&mut self, finished: &mut Vec<Finished>) -> Result<bool, Violation> {
-        let files = &self.files;
+    /// Takes the next record, or does a part of its preparation.
+    fn next(&mut self, finished: &mut Vec<Finished>) -> Result<Next, Violation> {
+        let files = Arc::clone(&self.files);
         let (record, range) = match self.decoded.take() {
             Some(decoded) => decoded,
             None => {
@@ -187,12 +202,26 @@ impl Pack {
         // An error comes again, and is reported, when the record is taken.
         if writes
             && let Some(path) = record.makes()
-            && matches!(files.tree.prepare(path, &record), Ok(false))
+            && matches!(files.tree.make_part_above(path), Ok(false))
         {
             self.decoded = Some((record, range));
-            return Ok(false);
+            return Ok(Next::Part);
         }
+        let is_refused = match self.clear(&record, writes) {
+            Ok(Next::Taken) => false,
+            Ok(next) => {
+                self.decoded = Some((record, range));
+                return Ok(next);
+            }
+            Err((path, e)) => {
+                files.fail(&path, &e);
+                writes
+            }
+        };
         self.at = range.end;
+        if is_refused {
+            return Ok(Next::Taken);
+        }
         let content = &self.block.payload()[range];
         if writes {
             let before = finished.len();
@@ -201,7 +230,63 @@ impl Pack {
         } else {
             files.count_only(&record, content);
         }
-        Ok(true)
+        Ok(Next::Taken)
+    }
+
+    /// Removes a part of the directory that gives way to a link or special file, or lists a part of one that gives way to any entry.
+    /// [`Next::Taken`] when that is done.
+    ///
+    /// # Errors
+    /// With the path of the entry, if the directory may not give way. In a session that writes, only for an entry that is made at
+    /// once; other entries fail later.
+    fn clear(&mut self, record: &Record, writes: bool) -> Result<Next, (Vec<u8>, io::Error)> {
+        let (files, options) = (&self.files, &self.files.params.options);
+        let removes = writes && matches!(record, Record::Symlink { .. } | Record::Special { .. });
+        let (Record::File { path, .. }
+        | Record::Begin { path, .. }
+        | Record::Symlink { path, .. }
+        | Record::Special { path, .. }
+        | Record::Link { path, .. }) = record
+        else {
+            return Ok(Next::Taken);
+        };
+        if files.discard || !(options.itemize || removes) {
+            return Ok(Next::Taken);
+        }
+        let failed = |e: io::Error| match removes || !writes {
+            true => Err((path.clone(), e)),
+            false => Ok(Next::Taken),
+        };
+        let (turn, mut clearing) = match self.clearing.take() {
+            Some(clearing) => clearing,
+            None => {
+                let place = match files.tree.in_the_way(path) {
+                    Ok(Some(place)) => place,
+                    Ok(None) => return Ok(Next::Taken),
+                    Err(e) => return failed(e),
+                };
+                let Some(turn) = files.clearings.take() else { return Ok(Next::Waits) };
+                match Clearing::new(place) {
+                    Ok(clearing) => (turn, clearing),
+                    Err(e) => return failed(e),
+                }
+            }
+        };
+        let until = Some(Instant::now() + TASK_TIME);
+        let found = |below: &[u8]| files.itemize_below(path, below);
+        let done = match clearing.look(&files.over, until, &found) {
+            Ok(true) if removes => clearing.remove(&files.over, until),
+            other => other,
+        };
+        match done {
+            Ok(false) => {
+                self.clearing = Some((turn, clearing));
+                return Ok(Next::Part);
+            }
+            _ if writes => files.tree.count_cleared(&clearing),
+            _ => _ = files.counters.deleted.fetch_add(clearing.contents(), Ordering::Relaxed),
+        }
+        done.map_or_else(failed, |_| Ok(Next::Taken))
     }
 }
 
@@ -302,6 +387,7 @@ impl Files {
             decoded: None,
             written: 0,
             last_dir: None,
+            clearing: None,
         };
         self.pipeline.submit(self.pipeline.files, move || pack.wait_for_room());
     }

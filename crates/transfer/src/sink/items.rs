@@ -1,15 +1,10 @@
 //! Items of a copy: one for each entry that is changed (in a dry run: would be changed), with the reason.
 
 use super::files::Files;
-use super::tree::{IN_THE_WAY, cannot_remove};
 use crate::wire::{Meta, Record, Report, ReportKind};
 use rustix::fs::{AtFlags, FileType, Stat};
-use std::io;
 use std::os::fd::AsFd;
-use std::sync::atomic::Ordering;
-use std::time::{Duration, Instant};
 use thruway_fs::beneath;
-use thruway_fs::remove::Remover;
 
 /// Reason for an entry that does not exist at the destination.
 const NEW: &str = "new";
@@ -17,8 +12,6 @@ const TYPE_DIFFERS: &str = "type differs";
 const ATTRIBUTES: &str = "attributes";
 /// Reason for an entry with a target or extended attributes that the peer has no right to read.
 const NOT_COMPARED: &str = "not compared";
-/// Longest time to list the contents of a directory that gives way.
-const LISTING_TIME: Duration = Duration::from_millis(50);
 
 impl Files {
     /// Reports the entry of a record as an item, if the options of the session ask for items.
@@ -46,40 +39,14 @@ impl Files {
         if let Some(reason) = reason {
             self.item(path, reason);
         }
-        if reason == Some(TYPE_DIFFERS) {
-            self.itemize_contents(path);
-        }
     }
 
-    /// Reports the contents of a directory that gives way to an entry of another type.
-    fn itemize_contents(&self, path: &[u8]) {
-        let Ok(place) = self.tree.find(path) else { return };
+    /// Reports an entry below a directory that gives way to the entry with this path. `below` begins with the name of the directory.
+    pub(super) fn itemize_below(&self, path: &[u8], below: &[u8]) {
         let (parent, name) = beneath::split(path);
-        let (deletes, dry_run) = (self.tree.manner.delete, self.params.options.dry_run);
-        let itemize = |below: &[u8]| {
-            if deletes && below != name && self.tree.manner.readable {
-                self.item(&beneath::join(parent, below), "deleted");
-            }
-        };
-        let until = Some(Instant::now() + LISTING_TIME);
-        let remover =
-            Remover { spares: &|_, _| false, dry_run: true, is_over: &self.over, until, on_removed: &itemize };
-        let removed = remover.remove(&place.dir, &place.name, b"");
-        // An entry that is no directory has no contents, and counts as one.
-        let contents = removed.count.saturating_sub(u64::from(removed.failure.is_none()));
-        match removed.failure {
-            Some((below, e)) if e.kind() == io::ErrorKind::Interrupted => {
-                let below = if self.tree.manner.readable { &below[..] } else { name };
-                self.item(&beneath::join(parent, below), "deleted, and more");
-            }
-            Some(failure) if dry_run => self.report(path, ReportKind::NotCopied, cannot_remove(&failure).to_string()),
-            None if contents > 0 && !deletes && dry_run => {
-                self.report(path, ReportKind::NotCopied, IN_THE_WAY.into());
-            }
-            _ => {}
-        }
-        if deletes && dry_run {
-            self.counters.deleted.fetch_add(contents, Ordering::Relaxed);
+        // A peer without the right to read does not learn names.
+        if self.params.options.itemize && below != name && self.tree.manner.readable {
+            self.item(&beneath::join(parent, below), "deleted");
         }
     }
 

@@ -43,7 +43,7 @@ use scope::Scope;
 use std::collections::VecDeque;
 use std::io::ErrorKind;
 use std::os::fd::OwnedFd;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, TryRecvError};
 use std::sync::{Arc, Condvar, Mutex, OnceLock, Weak};
 use std::time::{Duration, Instant};
@@ -267,6 +267,7 @@ pub fn run(
     let tree = Arc::new(Tree::new(root, manner, journal.clone(), earlier.take_directories()));
     let on_commit = on_commit(&counters, &events, progress);
     let committer = Arc::new(Committer::start(Arc::clone(&tree), journal.clone(), on_commit).map_err(local)?);
+    let over = Arc::clone(&tree.over);
     let files = Arc::new(Files {
         tree,
         scope: Scope::new(target.named.allowed(), options),
@@ -288,7 +289,8 @@ pub fn run(
         reports: Reports::new(REPORTS_WAITING_MAX),
         items: Reports::new(ITEMS_WAITING_MAX),
         in_flight: Mutex::default(),
-        over: AtomicBool::new(false),
+        clearings: Arc::default(),
+        over,
     });
     let _ = counters.files_handle.set(Arc::downgrade(&files));
     let windows = if link.transport() == Transport::Rdma { link.count() } else { 0 };

@@ -1,7 +1,7 @@
 //! Puts entries in place: what may make way, and how it is replaced.
 
 use super::names::temp_name;
-use super::{Place, Tree};
+use super::{Clearing, Place, Tree};
 use crate::sink::attributes::{Shortcomings, Trust, Unopened};
 use crate::sink::journal::key_of;
 use crate::wire::Meta;
@@ -12,20 +12,12 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Instant;
-use thruway_engine::stage::TASK_TIME;
 use thruway_fs::beneath::{self, Links, split};
 use thruway_fs::identity::nanoseconds;
-use thruway_fs::remove::{NEVER, Remover};
 use thruway_fs::{Identity, disk_lock};
 
 /// Reason to refuse an entry in place of a directory.
 pub(crate) const IN_THE_WAY: &str = "a directory with contents is in the way (--delete without --exclude removes it)";
-
-/// Error for an entry whose contents, which are in the way, cannot be removed.
-pub(crate) fn cannot_remove((path, e): &(Vec<u8>, io::Error)) -> io::Error {
-    io::Error::new(e.kind(), format!("cannot remove {}: {e}", crate::escape(path)))
-}
 
 /// Entries of a session that are known as its own; of later ones it is not noticed that two names are one here.
 const OURS_MAX: usize = 8 << 20;
@@ -133,18 +125,20 @@ impl Tree {
         Err(io::Error::new(io::ErrorKind::AlreadyExists, why))
     }
 
-    /// Removes what is in the way of an entry of another type. `special` entries may replace devices.
-    pub(super) fn clear_way(&self, place: &Place, stat: &Stat, special: bool) -> io::Result<()> {
+    /// Removes what is in the way of an entry of another type. `special` entries may replace devices. `whole`: also a directory with
+    /// contents, which can take long.
+    pub(super) fn clear_way(&self, place: &Place, stat: &Stat, special: bool, whole: bool) -> io::Result<()> {
         self.may_replace()?;
         self.is_of_this_copy(place)?;
         let refuse = |why: &str| Err(io::Error::new(io::ErrorKind::AlreadyExists, why.to_string()));
         match FileType::from_raw_mode(stat.st_mode) {
             FileType::Directory => match rustix::fs::unlinkat(&place.dir, &place.name, AtFlags::REMOVEDIR) {
                 Ok(()) => Ok(()),
-                Err(Errno::NOTEMPTY | Errno::EXIST) if self.manner.delete => {
-                    // All of it or nothing: it may contain a file in use as a disk.
-                    self.remove_tree(place, true, None)?;
-                    self.remove_tree(place, false, None)
+                Err(Errno::NOTEMPTY | Errno::EXIST) if self.manner.delete && whole => {
+                    let mut clearing = Clearing::new(Place { dir: Arc::clone(&place.dir), name: place.name.clone() })?;
+                    let removed = clearing.remove(&self.over, None);
+                    self.count_cleared(&clearing);
+                    removed.map(drop)
                 }
                 Err(Errno::NOTEMPTY | Errno::EXIST) => refuse(IN_THE_WAY),
                 Err(e) => Err(e.into()),
@@ -165,36 +159,41 @@ impl Tree {
         }
     }
 
-    /// Removes a part of the directory that is in the way of an entry of another type. False if some of it is still there.
-    pub(super) fn clear_part(&self, path: &[u8]) -> io::Result<bool> {
-        let place = self.find(path)?;
-        let stat = rustix::fs::statat(&place.dir, &place.name, AtFlags::SYMLINK_NOFOLLOW)?;
-        if FileType::from_raw_mode(stat.st_mode) != FileType::Directory {
-            return Ok(true);
+    /// The directory that is in the way of an entry of another type, if it may be removed with its contents.
+    ///
+    /// # Errors
+    /// If it may not.
+    pub(crate) fn in_the_way(&self, path: &[u8]) -> io::Result<Option<Place>> {
+        let place = match self.find(path) {
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
+            other => other?,
+        };
+        match rustix::fs::statat(&place.dir, &place.name, AtFlags::SYMLINK_NOFOLLOW) {
+            Ok(stat) if FileType::from_raw_mode(stat.st_mode).is_dir() => {}
+            _ => return Ok(None),
         }
         self.may_replace()?;
         self.is_of_this_copy(&place)?;
-        // Each part begins with a listing, which can take as long as a task.
-        let until = || Some(Instant::now() + 4 * TASK_TIME);
-        let is_part =
-            |removed: &io::Result<()>| removed.as_ref().is_err_and(|e| e.kind() == io::ErrorKind::Interrupted);
-        let looked = self.remove_tree(&place, true, until());
-        if looked.is_err() && !is_part(&looked) {
-            return Ok(true);
+        if !self.manner.delete {
+            if thruway_fs::listing::names(beneath::open(
+                &place.dir,
+                place.name.to_bytes(),
+                OFlags::RDONLY | OFlags::DIRECTORY,
+                Links::Never,
+            )?)?
+            .next()
+            .is_none()
+            {
+                return Ok(None);
+            }
+            return Err(io::Error::new(io::ErrorKind::AlreadyExists, IN_THE_WAY));
         }
-        Ok(!is_part(&self.remove_tree(&place, false, until())))
+        Ok(Some(place))
     }
 
-    /// Removes a directory with its contents, and counts these. Stops with the error `Interrupted` at this time.
-    fn remove_tree(&self, place: &Place, dry_run: bool, until: Option<Instant>) -> io::Result<()> {
-        let remover = Remover { spares: &|_, _| false, dry_run, is_over: &NEVER, until, on_removed: &|_| () };
-        let removed = remover.remove(&place.dir, &place.name, b"");
-        if !dry_run {
-            let itself = u64::from(removed.failure.is_none());
-            // Somebody else may have removed it in the same moment.
-            self.cleared.fetch_add(removed.count.saturating_sub(itself), Ordering::Relaxed);
-        }
-        removed.failure.map_or(Ok(()), |failure| Err(cannot_remove(&failure)))
+    /// Counts the contents of a directory that gave way.
+    pub(crate) fn count_cleared(&self, clearing: &Clearing) {
+        self.cleared.fetch_add(clearing.removed(), Ordering::Relaxed);
     }
 
     /// Applies [`check_disk`] to an entry of the tree.
@@ -315,7 +314,8 @@ impl Tree {
         let stat = rustix::fs::statat(&place.dir, &place.name, AtFlags::SYMLINK_NOFOLLOW)?;
         let kind = FileType::from_raw_mode(stat.st_mode);
         if !matches!(kind, FileType::RegularFile | FileType::Symlink) {
-            self.clear_way(place, &stat, special)?;
+            // Other directories have been emptied by now.
+            self.clear_way(place, &stat, special, linked.is_some())?;
             make(&place.dir, &place.name)?;
             remember();
             return Ok(());
@@ -402,7 +402,7 @@ impl Tree {
             }
             FileType::RegularFile => Ok(()),
             FileType::Symlink => self.check_link(place),
-            _ => self.clear_way(place, stat, false),
+            _ => self.clear_way(place, stat, false, true),
         }
     }
 }

@@ -4,18 +4,20 @@
 //! nor a link that somebody swaps in leads anywhere else; the last component is only ever named relative to a
 //! directory opened that way, and never followed.
 
+mod clearing;
 mod durability;
 mod entries;
 mod names;
 
-pub(crate) use entries::{IN_THE_WAY, cannot_remove, check_destination, check_disk};
+pub(crate) use clearing::{Clearing, ClearingTurn, Clearings};
+pub(crate) use entries::{check_destination, check_disk};
 pub(crate) use names::{JOURNAL_PREFIX, JOURNAL_SUFFIX, OWN_AGE_MAX_S, is_own_name, temp_name, temporary_of};
 
 use super::RootNames;
 use super::attributes::{Shortcomings, Told, Trust};
 use super::journal::{Journal, Key, key_of};
 use super::made::Made;
-use crate::wire::{Meta, Record};
+use crate::wire::Meta;
 use durability::Changed;
 use names::is_fresh_own;
 use rustix::fs::{AtFlags, FileType, Mode, OFlags};
@@ -68,6 +70,8 @@ pub(crate) struct Tree {
     journal: Option<Arc<Journal>>,
     /// Entries removed in directories that gave way to entries of other types.
     cleared: AtomicU64,
+    /// Set when the session is over: long work stops.
+    pub(crate) over: Arc<AtomicBool>,
     /// Held while an entry gives way to a directory.
     replacing: Mutex<()>,
     /// Directories made writable for the time of the copy.
@@ -134,6 +138,7 @@ impl Tree {
             is_unsettled: AtomicBool::default(),
             journal,
             cleared: AtomicU64::new(0),
+            over: Arc::default(),
             replacing: Mutex::default(),
             unlocked: Mutex::default(),
             ours: Mutex::default(),
@@ -153,17 +158,6 @@ impl Tree {
     /// Opens a directory beneath the root, making what is missing of it.
     pub(crate) fn directory(&self, path: &[u8]) -> io::Result<Arc<OwnedFd>> {
         self.make_levels(path, usize::MAX)
-    }
-
-    /// Does a part of what has to be done before this entry is made, if that can take long. False if there is more to do.
-    pub(crate) fn prepare(&self, path: &[u8], record: &Record) -> io::Result<bool> {
-        if !self.make_part_above(path)? {
-            return Ok(false);
-        }
-        match record {
-            Record::Symlink { .. } | Record::Special { .. } if self.manner.delete => self.clear_part(path),
-            _ => Ok(true),
-        }
     }
 
     /// Makes a part of the missing directories above an entry. False if some are still missing. Only a deep path has several parts.
@@ -246,7 +240,7 @@ impl Tree {
                 let why = "destination exists and is not a directory; a directory does not replace it";
                 return Err(io::Error::new(io::ErrorKind::AlreadyExists, why));
             }
-            Ok(stat) => self.clear_way(place, &stat, false)?,
+            Ok(stat) => self.clear_way(place, &stat, false, false)?,
             Err(Errno::NOENT) => {}
             Err(e) => return Err(e.into()),
         }

@@ -59,7 +59,7 @@ fn a_directory_takes_the_place_of_a_link_but_not_of_a_device() {
         b"",
         &keep,
         c"journal",
-        &Remover { spares: &|_, _| false, dry_run: false, is_over: &NEVER, until: None, on_removed: &|_| () },
+        &Remover { spares: &|_, _| false, dry_run: false, is_over: &NEVER, on_removed: &|_| () },
     )
     .unwrap();
     assert!(dir.path().join("real/precious").exists());
@@ -189,7 +189,7 @@ fn pruning_removes_all_but_what_is_kept_and_what_may_be_in_use() {
                 b"",
                 &keep,
                 c".own",
-                &Remover { spares: &|_, _| false, dry_run, is_over: &NEVER, until: None, on_removed: &|_| () },
+                &Remover { spares: &|_, _| false, dry_run, is_over: &NEVER, on_removed: &|_| () },
             )
             .unwrap();
         assert_eq!((removed.count, removed.left), (4, 0));
@@ -282,7 +282,7 @@ fn what_came_with_a_copy_is_not_removed_by_it() {
             b"",
             &keep,
             c".own",
-            &Remover { spares: &|_, _| false, dry_run: false, is_over: &NEVER, until: None, on_removed: &|_| () },
+            &Remover { spares: &|_, _| false, dry_run: false, is_over: &NEVER, on_removed: &|_| () },
         )
         .unwrap();
     assert_eq!((removed.count, removed.left), (1, 1));
@@ -637,11 +637,28 @@ fn a_directory_in_the_way_is_removed_in_parts() {
     let tree = tree_with(dir.path(), false, true, Trust::Operator);
     fs::create_dir(dir.path().join("d")).unwrap();
     (0..20_000).for_each(|i| fs::write(dir.path().join(format!("d/{i}")), "").unwrap());
-    let record = Record::Symlink { path: b"d".to_vec(), target: b"t".to_vec(), meta: Meta::default() };
-    let mut parts = 1;
-    while !tree.prepare(b"d", &record).unwrap() {
+    let mut clearing = Clearing::new(tree.in_the_way(b"d").unwrap().unwrap()).unwrap();
+    let (mut looks, mut parts) = (1, 1);
+    while !clearing.look(&tree.over, Some(std::time::Instant::now()), &|_| ()).unwrap() {
+        looks += 1;
+    }
+    assert_eq!(clearing.contents(), 20_000);
+    while !clearing.remove(&tree.over, Some(std::time::Instant::now())).unwrap() {
         parts += 1;
     }
-    assert!(parts > 1 && !dir.path().join("d").exists(), "{parts}");
+    assert!(looks > 20_000 && parts > 20_000 && !dir.path().join("d").exists(), "{looks} {parts}");
+    assert_eq!(clearing.removed(), 20_000);
     tree.symlink(b"d", b"t", &Meta::default()).unwrap();
+}
+
+#[test]
+fn nothing_is_cleared_when_the_session_is_over() {
+    let dir = tempfile::tempdir().unwrap();
+    let tree = tree_with(dir.path(), false, true, Trust::Operator);
+    fs::create_dir(dir.path().join("d")).unwrap();
+    fs::write(dir.path().join("d/precious"), "").unwrap();
+    let identity = file(dir.path(), ".temp", 0o644);
+    tree.over.store(true, std::sync::atomic::Ordering::SeqCst);
+    assert!(tree.put_in_place(b"", &tree.find(b"d").unwrap(), c".temp", identity).is_err());
+    assert!(dir.path().join("d/precious").exists());
 }
