@@ -10,6 +10,7 @@ use std::ffi::CStr;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
+use thruway_fs::Identity;
 
 /// How far a source is trusted with attributes that give rights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -227,7 +228,7 @@ impl Tree {
     pub(super) fn apply_unopened(&self, dir: impl AsFd, name: &CStr, kind: FileType, meta: &Meta) -> Shortcomings {
         let mut short = Shortcomings::default();
         let entry = match Unopened::look(dir, name) {
-            Ok(entry) if entry.is(kind) => entry,
+            Ok(entry) if entry.is(kind) && self.may_change(&entry) => entry,
             Ok(_) => {
                 short.push("another entry has its name now; attributes were not set".into());
                 return short;
@@ -256,6 +257,12 @@ impl Tree {
         self.write_xattrs(&mut short, entry.as_fd(), &meta.xattrs.iter().collect::<Vec<_>>());
         self.set_times(&mut short, meta, |times| entry.set_times(times), entry.as_fd());
         short
+    }
+
+    /// True for an entry that this session has made, and for any if the source may replace any.
+    fn may_change(&self, entry: &Unopened) -> bool {
+        let is_made = || Identity::of(entry, c"").is_ok_and(|(identity, stat)| self.is_made((identity, &stat)));
+        self.has_all_rights() || is_made()
     }
 
     /// Sets when an entry was modified, and looks whether that is kept: there are file systems, in user space above all, that

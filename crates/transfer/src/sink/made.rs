@@ -2,6 +2,7 @@
 
 use rustix::fs::Statx;
 use thruway_fs::Identity;
+use thruway_fs::identity::nanoseconds;
 
 /// Longest time from the record of a directory to its birth, nanoseconds.
 const BIRTH_DELAY_MAX: i64 = 2_000_000_000;
@@ -35,6 +36,14 @@ impl Made {
     }
 }
 
+/// True for an entry of this user that was born at this time of [`Made::now`] or later. A name can come to mean an older entry as soon
+/// as another one was made under it.
+pub(crate) fn is_new(identity: Identity, stat: &Statx, since: i64) -> bool {
+    // Where times of birth are not recorded, only the owner can change this one.
+    let born = if identity.born == 0 { nanoseconds(stat.stx_mtime) } else { identity.born };
+    stat.stx_uid == rustix::process::geteuid().as_raw() && born >= since
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -53,5 +62,21 @@ mod tests {
         let mut foreign = stat;
         foreign.stx_uid += 1;
         assert!(!before.is(identity, &foreign));
+    }
+
+    #[test]
+    fn an_entry_from_before_is_not_new() {
+        let dir = tempfile::tempdir().unwrap();
+        let since = Made::now();
+        std::fs::create_dir(dir.path().join("d")).unwrap();
+        let opened = std::fs::File::open(dir.path().join("d")).unwrap();
+        let (identity, stat) = Identity::of(&opened, c"").unwrap();
+        assert!(is_new(identity, &stat, since) && !is_new(identity, &stat, identity.born + 1));
+        let unknown = Identity { born: 0, ..identity };
+        let modified = nanoseconds(stat.stx_mtime);
+        assert!(is_new(unknown, &stat, modified) && !is_new(unknown, &stat, modified + 1));
+        let mut foreign = stat;
+        foreign.stx_uid += 1;
+        assert!(!is_new(identity, &foreign, since));
     }
 }

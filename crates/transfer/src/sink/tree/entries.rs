@@ -4,6 +4,7 @@ use super::names::temp_name;
 use super::{Clearing, Place, Tree};
 use crate::sink::attributes::{Shortcomings, Trust, Unopened};
 use crate::sink::journal::key_of;
+use crate::sink::made::Made;
 use crate::wire::Meta;
 use rustix::fs::{AtFlags, FileType, Mode, OFlags, RenameFlags, ResolveFlags, Stat, Statx};
 use rustix::io::Errno;
@@ -83,14 +84,16 @@ impl Tree {
         check_destination(&place.dir, &place.name, self.manner.confined)
     }
 
-    /// From now on, the entry is known as one that this session has put in place, or found as it should be.
-    pub(crate) fn remember(&self, dir: impl AsFd, name: &CStr) {
-        if let Ok((identity, stat)) = Identity::of(dir, name) {
+    /// From now on, the directory is known as one of this session. Another entry with its name is not: it could be linked.
+    pub(super) fn remember_directory(&self, place: &Place) {
+        if let Ok((identity, stat)) = Identity::of(&place.dir, &place.name)
+            && FileType::from_raw_mode(stat.stx_mode.into()).is_dir()
+        {
             self.remember_identity(identity, &stat);
         }
     }
 
-    /// As [`Tree::remember`], of a file that was looked at before: its name may have come to mean another one since.
+    /// From now on, the entry is known as one that this session has put in place, or found as it should be.
     pub(crate) fn remember_identity(&self, identity: Identity, stat: &Statx) {
         let mut ours = self.ours.lock().expect("no panics under the lock");
         if ours.len() < OURS_MAX {
@@ -109,7 +112,7 @@ impl Tree {
     }
 
     /// True for an entry that this job has put in place, if it is one of the first [`OURS_MAX`].
-    fn is_made(&self, (identity, stat): (Identity, &Statx)) -> bool {
+    pub(crate) fn is_made(&self, (identity, stat): (Identity, &Statx)) -> bool {
         self.ours.lock().expect("no panics under the lock").contains(&identity.hash_on(stat))
     }
 
@@ -295,10 +298,15 @@ impl Tree {
         (special, linked): (bool, Option<Identity>),
         make: impl Fn(&OwnedFd, &CStr) -> rustix::io::Result<()>,
     ) -> io::Result<()> {
-        // A regular file that is not the linked one was put here by somebody else in the same moment.
+        let since = Made::now();
+        // A regular file that is not the linked one was put here by somebody else in the same moment, and so was an older entry.
+        let is_it = |identity, stat: &Statx| {
+            let is_file = FileType::from_raw_mode(stat.stx_mode.into()).is_file();
+            linked == Some(identity) || linked.is_none() && !is_file && self.may_be_made((identity, stat), since)
+        };
         let remember = || {
             if let Ok((identity, stat)) = Identity::of(&place.dir, &place.name)
-                && (linked == Some(identity) || !FileType::from_raw_mode(stat.stx_mode.into()).is_file())
+                && is_it(identity, &stat)
             {
                 self.remember_identity(identity, &stat);
             }

@@ -16,11 +16,11 @@ pub(crate) use names::{JOURNAL_PREFIX, JOURNAL_SUFFIX, OWN_AGE_MAX_S, is_own_nam
 use super::RootNames;
 use super::attributes::{Shortcomings, Told, Trust};
 use super::journal::{Journal, Key, key_of};
-use super::made::Made;
+use super::made::{Made, is_new};
 use crate::wire::Meta;
 use durability::Changed;
 use names::is_fresh_own;
-use rustix::fs::{AtFlags, FileType, Mode, OFlags};
+use rustix::fs::{AtFlags, FileType, Mode, OFlags, Statx};
 use rustix::io::Errno;
 use std::collections::{HashMap, HashSet};
 use std::ffi::{CStr, CString};
@@ -218,7 +218,7 @@ impl Tree {
             } else {
                 self.made_before.lock().expect("no panics under the lock").insert(key_of(path), made);
             }
-            self.remember(&place.dir, &place.name);
+            self.remember_directory(place);
             self.change(split(path).0);
         }
         Ok(())
@@ -251,13 +251,12 @@ impl Tree {
     fn make_new(&self, place: &Place, path: &[u8], mode: Mode) -> io::Result<Option<Made>> {
         let journal = self.journal.as_ref().map(|journal| (journal, key_of(path)));
         // Recorded first: a session that ends between the two leaves no directory without a record.
+        let since = Made::now();
         if let Some((journal, key)) = &journal {
-            journal.directory(key, Made::Begun(Made::now()));
+            journal.directory(key, Made::Begun(since));
         }
         let made = match self.writing(split(path).0, || rustix::fs::mkdirat(&place.dir, &place.name, mode)) {
-            Ok(()) => {
-                Identity::of(&place.dir, &place.name).map(|(identity, _)| Some(Made::Done(identity.fingerprint())))
-            }
+            Ok(()) => self.identify(place, since),
             Err(Errno::EXIST) => Ok(None),
             Err(e) => Err(e.into()),
         };
@@ -268,6 +267,25 @@ impl Tree {
             }
         }
         made
+    }
+
+    /// The directory that was made under this name since then. `None` if somebody has put another entry in its place.
+    fn identify(&self, place: &Place, since: i64) -> io::Result<Option<Made>> {
+        let (identity, stat) = Identity::of(&place.dir, &place.name)?;
+        let is_directory = FileType::from_raw_mode(stat.stx_mode.into()).is_dir();
+        let is_it = is_directory && self.may_be_made((identity, &stat), since);
+        Ok(is_it.then_some(Made::Done(identity.fingerprint())))
+    }
+
+    /// True if the entry may count as one that was made since then. With the rights to read and to replace all entries, nothing depends
+    /// on that, and the clock of the file system can differ.
+    fn may_be_made(&self, (identity, stat): (Identity, &Statx), since: i64) -> bool {
+        self.has_all_rights() || is_new(identity, stat, since)
+    }
+
+    /// True if the source may read and replace whatever is there.
+    pub(super) fn has_all_rights(&self) -> bool {
+        self.manner.replace && self.manner.readable
     }
 
     /// Opens a directory of the job to change it. `None` if it is not the one that was made.
@@ -386,7 +404,7 @@ impl Tree {
             },
             (new, _) => new,
         };
-        self.remember(&place.dir, &place.name);
+        self.remember_directory(&place);
         if made.is_some() {
             self.change(parent);
         }

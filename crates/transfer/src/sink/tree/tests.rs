@@ -662,3 +662,29 @@ fn nothing_is_cleared_when_the_session_is_over() {
     assert!(tree.put_in_place(b"", &tree.find(b"d").unwrap(), c".temp", identity).is_err());
     assert!(dir.path().join("d/precious").exists());
 }
+
+#[test]
+fn an_older_entry_under_the_name_of_a_new_one_gives_no_rights() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut tree = tree_with(dir.path(), true, false, Trust::Peer);
+    fs::create_dir(dir.path().join("private")).unwrap();
+    symlink("secret", dir.path().join("link")).unwrap();
+    file(dir.path(), "secret", 0o600);
+    let born = |name: &CStr| Identity::of(&tree.root, name).unwrap().0.born;
+    let since = born(c"private").max(born(c"link")) + 1;
+    let find = |tree: &Tree, name: &str| tree.find(name.as_bytes()).unwrap();
+    assert!(tree.identify(&find(&tree, "private"), since).unwrap().is_some(), "the source may change anything");
+    tree.manner.replace = false;
+    assert!(tree.identify(&find(&tree, "private"), since).unwrap().is_none());
+    assert!(tree.identify(&find(&tree, "private"), 0).unwrap().is_some());
+    assert!(tree.identify(&find(&tree, "secret"), 0).unwrap().is_none(), "no directory");
+    // A file in place of a directory that was remembered is not one to link.
+    tree.remember_directory(&find(&tree, "secret"));
+    assert!(tree.link(b"got", b"secret").unwrap_err().to_string().contains("requires the rights"));
+    let meta = Meta { mtime: (1, 0), ..Meta::default() };
+    let modified = || fs::symlink_metadata(dir.path().join("link")).unwrap().mtime();
+    let short = tree.apply_unopened(&tree.root, c"link", FileType::Symlink, &meta);
+    assert!(!short.is_none() && modified() != 1);
+    tree.symlink(b"own", b"t", &meta).unwrap();
+    assert_eq!(fs::symlink_metadata(dir.path().join("own")).unwrap().mtime(), 1);
+}
