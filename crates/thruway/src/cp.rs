@@ -1,6 +1,7 @@
 //! `thruway cp`.
 
 use crate::endpoint::{Endpoint, tidy};
+use crate::keys;
 use crate::output::{Display, ProgressMode};
 use crate::remote::{Provider, daemon, hint_of_daemon};
 use crate::ssh;
@@ -237,6 +238,11 @@ fn copy(args: &CpArgs, common: &Common, sources: &[Given<'_>], target: &Given<'_
         return Err(format!("needs {OPEN_FILES_MIN} open files, the limit is {open_files}; raise it (ulimit -n)"));
     }
     let pipelines = PipelineSet::new().map_err(|e| e.to_string())?;
+    if is_local(target)
+        && let Err(error) = keys::use_journal_secret()
+    {
+        tracing::debug!(error, "no secret for journals: other users who may write to the destination could forge them");
+    }
     let mut peer = None;
     let mut job = match &target.0 {
         Endpoint::Local(path) if sources.iter().all(is_local) => {

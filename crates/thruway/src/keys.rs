@@ -1,9 +1,13 @@
 //! Where keys are kept, and `thruway keygen`.
 
 use clap::Args;
-use std::path::PathBuf;
+use std::io::Write;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
 use thruway_cli::{Common, Failed};
-use thruway_transfer::auth::KeyPair;
+use thruway_engine::random::random;
+use thruway_transfer::auth::{KeyPair, from_hex, to_hex};
+use thruway_transfer::sink::{JOURNAL_SECRET_LEN, set_journal_secret};
 
 /// Arguments of `thruway keygen`.
 #[derive(Args)]
@@ -80,4 +84,60 @@ pub(crate) fn identity(explicit: Option<&PathBuf>) -> Result<KeyPair, String> {
         return Ok(KeyPair::generate());
     }
     KeyPair::load(&path).map_err(|e| e.to_string())
+}
+
+/// Has journals of interrupted copies depend on a secret of this user, which is made when there is none.
+///
+/// # Errors
+/// If it cannot be kept. Journals then depend on the machine and the user only, which is no secret.
+pub(crate) fn use_journal_secret() -> Result<(), String> {
+    let path = config_dir().join("journal-key");
+    let secret = journal_secret(&path);
+    set_journal_secret(*secret.as_ref().unwrap_or(&{
+        let mut hasher = blake3::Hasher::new_derive_key("thruway journals without a secret");
+        hasher.update(&std::fs::read("/etc/machine-id").unwrap_or_default());
+        *hasher.update(&rustix::process::geteuid().as_raw().to_le_bytes()).finalize().as_bytes()
+    }));
+    secret.map(drop).map_err(|e| format!("{}: {e}", path.display()))
+}
+
+fn journal_secret(path: &Path) -> std::io::Result<[u8; JOURNAL_SECRET_LEN]> {
+    if let Err(error) = std::fs::metadata(path)
+        && error.kind() == std::io::ErrorKind::NotFound
+    {
+        let dir = path.parent().expect("below the configuration directory");
+        std::fs::create_dir_all(dir)?;
+        let mut file = tempfile::NamedTempFile::new_in(dir)?;
+        writeln!(file, "{}", to_hex(&random::<JOURNAL_SECRET_LEN>()))?;
+        match file.persist_noclobber(path) {
+            Ok(_) => {}
+            // Another process was quicker.
+            Err(error) if error.error.kind() == std::io::ErrorKind::AlreadyExists => {}
+            Err(error) => return Err(error.error),
+        }
+    }
+    let file = std::fs::File::open(path)?;
+    let meta = file.metadata()?;
+    if meta.mode() & 0o077 != 0 || meta.uid() != rustix::process::geteuid().as_raw() {
+        return Err(std::io::Error::other("it belongs to another user, or others can read it"));
+    }
+    let text = std::io::read_to_string(file)?;
+    from_hex(text.trim()).ok_or_else(|| std::io::Error::other("not a secret of journals"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::PermissionsExt;
+
+    #[test]
+    fn the_secret_of_journals_stays_the_same() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("sub/journal-key");
+        let first = journal_secret(&path).unwrap();
+        assert_eq!(journal_secret(&path).unwrap(), first);
+        assert_eq!(std::fs::read_dir(path.parent().unwrap()).unwrap().count(), 1);
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o644)).unwrap();
+        assert!(journal_secret(&path).is_err(), "others can read it");
+    }
 }

@@ -12,7 +12,7 @@ use self::block::{BlockArgs, BlockService};
 use self::nfs::{NfsArgs, NfsService};
 use self::transfer::TransferService;
 use self::user::User;
-use crate::{Cli, Command};
+use crate::{Cli, Command, keys};
 use clap::{Args, Parser, ValueEnum};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGXFSZ};
 use signal_hook::iterator::Signals;
@@ -321,6 +321,11 @@ fn serve(args: &ServeArgs, common: &Common) -> Result<(), String> {
     prepare_state(args);
     // Made when there is none, or only read: no affair of a daemon that serves already.
     let credentials = wants_transfer(args).then(|| transfer::credentials(args)).transpose()?;
+    if wants_transfer(args)
+        && let Err(error) = keys::use_journal_secret()
+    {
+        tracing::warn!(%error, "no secret for journals: local users who may write to an export could forge them");
+    }
     // What ssh starts for a user may open what the user may.
     // Landlock knows files by their paths, and a file that is found by its handle may have none.
     if !args.no_landlock && !args.secret_from_stdin && args.nfs.share.is_empty() {

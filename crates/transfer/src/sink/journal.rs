@@ -8,6 +8,9 @@
 //! which was synced and put in place still has its content while its inode, birth and change times are the
 //! recorded ones.
 //!
+//! The header of a journal carries a code that depends on the job and on a secret of the user. Without it, another user could have a
+//! file of this user's, or the journal of another job, take the name of a journal by renaming it.
+//!
 //! A failed sync voids everything that is not in place: [`Journal::void`].
 
 use crate::auth::to_hex;
@@ -20,7 +23,7 @@ use std::fs::File;
 use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::fs::FileExt;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use thruway_engine::digest::DIGEST_LEN;
 use thruway_fs::Identity;
 
@@ -28,7 +31,7 @@ use thruway_fs::Identity;
 pub(crate) const RECORD_LEN: usize = 64;
 /// What the checksum covers.
 const COVERED: usize = RECORD_LEN - 8;
-const MAGIC: [u8; 8] = *b"TWJOURN2";
+const MAGIC: [u8; 8] = *b"TWJOURN3";
 
 /// An attempt begins.
 const HEADER: u8 = 0;
@@ -56,6 +59,23 @@ const SETTLED: u8 = 8;
 const LINKED: u8 = 9;
 /// Highest type of a record.
 const LAST_TYPE: u8 = LINKED;
+
+/// Bytes of the secret of journals.
+pub const SECRET_LEN: usize = 32;
+
+static SECRET: OnceLock<[u8; SECRET_LEN]> = OnceLock::new();
+
+/// Sets the secret of this user's journals. Only the first call, before the first journal is opened, counts. Without a call, the secret
+/// is a random one, and jobs resume within this process only.
+pub fn set_secret(secret: [u8; SECRET_LEN]) {
+    let _ = SECRET.set(secret);
+}
+
+/// The code that the journal of a job begins with.
+fn code_of(job: &[u8; 16]) -> [u8; DIGEST_LEN] {
+    let secret = SECRET.get_or_init(thruway_engine::random::random);
+    blake3::keyed_hash(secret, job).as_bytes()[..DIGEST_LEN].try_into().expect("shorter than the hash")
+}
 
 /// Names a file within a job.
 pub(crate) type Key = [u8; 16];
@@ -234,6 +254,8 @@ pub(crate) struct Journal {
 
 struct State {
     medium: Box<dyn Medium>,
+    /// In its headers.
+    code: [u8; DIGEST_LEN],
     /// Length of the journal.
     position: u64,
     /// It cannot be written any more, or is gone.
@@ -252,27 +274,31 @@ impl Journal {
     /// [`io::ErrorKind::ResourceBusy`] while another attempt at the same job is in progress.
     pub(crate) fn open(dir: &Arc<OwnedFd>, job: &[u8; 16]) -> io::Result<(Journal, Earlier)> {
         let name = name_of(job);
-        Journal::over(Box::new(OnDisk { file: lock(dir, &name)?, dir: Arc::clone(dir), name }))
+        Journal::over(Box::new(OnDisk { file: lock(dir, &name)?, dir: Arc::clone(dir), name }), code_of(job))
     }
 
     /// Whether an earlier attempt at the job left a journal in `dir`.
     pub(crate) fn exists(dir: impl AsFd, job: &[u8; 16]) -> bool {
-        rustix::fs::statat(dir, name_of(job), AtFlags::SYMLINK_NOFOLLOW).is_ok()
+        let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
+        let Ok(file) = rustix::fs::openat(dir, name_of(job), flags, Mode::empty()) else { return false };
+        let mut first = [0; RECORD_LEN];
+        File::from(file).read_exact_at(&mut first, 0).is_ok() && first == header(&code_of(job))
     }
 
-    /// A journal on any medium.
-    pub(crate) fn over(mut medium: Box<dyn Medium>) -> io::Result<(Journal, Earlier)> {
+    /// A journal on any medium, with this code in its headers.
+    pub(crate) fn over(mut medium: Box<dyn Medium>, code: [u8; DIGEST_LEN]) -> io::Result<(Journal, Earlier)> {
         let mut earlier = Earlier::default();
-        let keep = replay(&mut medium, &mut earlier)?;
+        let keep = replay(&mut medium, &code, &mut earlier)?;
         medium.keep(keep)?;
-        if let Err(e) = medium.write_all(&header()) {
+        if let Err(e) = medium.write_all(&header(&code)) {
             // On a full disk it would stay as an empty file that says nothing.
             if keep == 0 {
                 let _ = medium.remove();
             }
             return Err(e);
         }
-        let state = State { medium, position: keep + RECORD_LEN as u64, failed: false, voided: false, kept: keep > 0 };
+        let state =
+            State { medium, code, position: keep + RECORD_LEN as u64, failed: false, voided: false, kept: keep > 0 };
         Ok((Journal { state: Mutex::new(state) }, earlier))
     }
 
@@ -372,9 +398,9 @@ impl Journal {
 
     /// Forgets the files of earlier attempts, and returns the rest of `earlier`: the directories, which stay recorded.
     pub(crate) fn restart(&self, earlier: Earlier) -> Earlier {
-        let mut records = header().to_vec();
-        records.extend(earlier.directories.iter().flat_map(|(key, made)| directory_record(key, *made)));
         let mut state = self.state();
+        let mut records = header(&state.code).to_vec();
+        records.extend(earlier.directories.iter().flat_map(|(key, made)| directory_record(key, *made)));
         let done = state.medium.keep(0).and_then(|()| state.medium.write_all(&records));
         state.position = records.len() as u64;
         state.kept = !earlier.directories.is_empty();
@@ -538,8 +564,8 @@ fn directory_record(key: &Key, made: Made) -> [u8; RECORD_LEN] {
     }
 }
 
-fn header() -> [u8; RECORD_LEN] {
-    record(HEADER, &[0; 16], u64::from_le_bytes(MAGIC), 0, 0, &[0; DIGEST_LEN])
+fn header(code: &[u8; DIGEST_LEN]) -> [u8; RECORD_LEN] {
+    record(HEADER, &[0; 16], u64::from_le_bytes(MAGIC), 0, 0, code)
 }
 
 fn field(record: &[u8], at: usize) -> u64 {
@@ -563,8 +589,9 @@ fn checksum(record: &[u8; RECORD_LEN]) -> u64 {
     u64::from_le_bytes(blake3::hash(&record[..COVERED]).as_bytes()[..8].try_into().expect("8 bytes"))
 }
 
-/// Reads the records up to the first that is torn or damaged; returns how many bytes they are.
-fn replay(file: &mut impl Read, earlier: &mut Earlier) -> io::Result<u64> {
+/// Reads the records up to the first that is torn or damaged; returns how many bytes they are. None count without a header with
+/// this code.
+fn replay(file: &mut impl Read, code: &[u8; DIGEST_LEN], earlier: &mut Earlier) -> io::Result<u64> {
     let mut reader = io::BufReader::new(file);
     let mut record = [0; RECORD_LEN];
     let mut position = 0;
@@ -574,7 +601,7 @@ fn replay(file: &mut impl Read, earlier: &mut Earlier) -> io::Result<u64> {
             Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => return Ok(position),
             Err(e) => return Err(e),
         }
-        let is_header = record[0] == HEADER && field(&record, 20) == u64::from_le_bytes(MAGIC);
+        let is_header = record == header(code);
         let first = position == 0;
         if record[COVERED..] != checksum(&record).to_le_bytes()
             || record[0] > LAST_TYPE
@@ -682,7 +709,8 @@ pub(crate) fn replay_for_fuzzing(data: &[u8]) {
             Ok(())
         }
     }
-    let mut bytes = header().to_vec();
+    let code = [0; DIGEST_LEN];
+    let mut bytes = header(&code).to_vec();
     for chunk in data.chunks_exact(COVERED) {
         let mut record = [0; RECORD_LEN];
         record[..COVERED].copy_from_slice(chunk);
@@ -695,7 +723,7 @@ pub(crate) fn replay_for_fuzzing(data: &[u8]) {
         bytes.extend_from_slice(&record);
     }
     let len = bytes.len();
-    let (journal, earlier) = Journal::over(Box::new(Memory(io::Cursor::new(bytes)))).expect("memory can be read");
+    let (journal, earlier) = Journal::over(Box::new(Memory(io::Cursor::new(bytes))), code).expect("memory can be read");
     assert_eq!(journal.state().position, (len + RECORD_LEN) as u64);
     for (key, unfinished) in &earlier.unfinished {
         let mut ranges = Vec::new();
@@ -743,6 +771,29 @@ mod tests {
     fn placed(earlier: &Earlier, key: &Key, v: &Version, i: Identity, ctime: i64) -> bool {
         let present = Some(Present { identity: i, ctime, as_new: false });
         matches!(earlier.judge((key, v), present, false, || None), ResumeDecision::Placed { .. })
+    }
+
+    #[test]
+    fn a_journal_of_another_job_or_user_is_not_believed() {
+        let (dir, fd) = dir();
+        let (journal, _) = Journal::open(&fd, &[1; 16]).unwrap();
+        journal.directory(&key_of(b"d"), Made::Done(7));
+        drop(journal);
+        assert!(Journal::exists(&fd, &[1; 16]) && !Journal::exists(&fd, &[2; 16]));
+        // Somebody with access to the directory renames it.
+        let names = [1, 2].map(|job| dir.path().join(name_of(&[job; 16]).to_str().unwrap()));
+        std::fs::rename(&names[0], &names[1]).unwrap();
+        assert!(!Journal::exists(&fd, &[2; 16]));
+        let (journal, mut earlier) = Journal::open(&fd, &[2; 16]).unwrap();
+        assert!(earlier.take_directories().is_empty());
+        drop(journal);
+        // A journal with the code of another secret.
+        let mut forged = header(&[5; DIGEST_LEN]).to_vec();
+        forged.extend_from_slice(&directory_record(&key_of(b"d"), Made::Done(7)));
+        std::fs::write(&names[0], &forged).unwrap();
+        std::fs::set_permissions(&names[0], std::os::unix::fs::PermissionsExt::from_mode(0o600)).unwrap();
+        assert!(!Journal::exists(&fd, &[1; 16]));
+        assert!(Journal::open(&fd, &[1; 16]).unwrap().1.take_directories().is_empty());
     }
 
     #[test]

@@ -23,6 +23,7 @@ mod tree;
 
 pub use attributes::Trust;
 pub(crate) use journal::replay_for_fuzzing;
+pub use journal::{SECRET_LEN as JOURNAL_SECRET_LEN, set_secret as set_journal_secret};
 pub(crate) use tree::is_own_name;
 
 use crate::link::{Channels, Link, LinkError, LinkEvent, Receive, Role, Transport, Window};
