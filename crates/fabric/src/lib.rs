@@ -634,6 +634,14 @@ impl QueuePair {
         self.ops.path()
     }
 
+    /// The peer that accepted this connection, asked of the kernel now: over loopback and shared memory its user. `None` unless
+    /// connected.
+    ///
+    /// The user of a shared-memory listener is the one who called `listen(2)`; over TCP, the one who accepted the connection.
+    pub fn acceptor(&self) -> Option<Origin> {
+        self.ops.acceptor()
+    }
+
     /// Why the connection ended, if it has.
     pub fn error(&self) -> Option<ConnectionError> {
         self.ops.error()

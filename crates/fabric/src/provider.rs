@@ -96,6 +96,7 @@ pub(crate) trait QueuePairOps: Send + Sync {
     fn disconnect(&self);
     fn info(&self) -> Option<crate::ConnectionInfo>;
     fn path(&self) -> Option<crate::PathInfo>;
+    fn acceptor(&self) -> Option<Origin>;
     fn error(&self) -> Option<ConnectionError>;
     /// The consumer's handle is gone.
     fn destroy(&self);

@@ -1,6 +1,6 @@
 //! Where connections come from, for what each may have a share of.
 
-use crate::owner::owner;
+use crate::owner::{listener_owner, owner};
 use std::fmt;
 use std::net::{IpAddr, Ipv6Addr, SocketAddr, TcpStream};
 
@@ -37,6 +37,18 @@ impl Origin {
             Ok(local) => Origin::of(peer, local),
             Err(_) if peer.ip().to_canonical().is_loopback() => Origin::UnknownUser,
             Err(_) => Origin::of_host(peer.ip()),
+        }
+    }
+
+    /// The peer that accepted a TCP connection of this process. Over the loopback interface: the user who accepted it, as long as
+    /// the peer has not closed. [`Origin::UnknownUser`] until the peer has accepted.
+    ///
+    /// The kernel accepts in root's name for sockets of some other families (`AF_SMC`). So a socket of root's counts as root's
+    /// only while a socket of root's listens at the peer's address.
+    pub fn of_acceptor(peer: SocketAddr, local: SocketAddr) -> Origin {
+        match Origin::of(peer, local) {
+            Origin::User(0) => listener_owner(peer).map_or(Origin::UnknownUser, Origin::User),
+            other => other,
         }
     }
 
@@ -86,11 +98,13 @@ mod tests {
         let origin = Origin::of_stream(&far, peer);
         assert_eq!(origin, Origin::User(rustix::process::geteuid().as_raw()));
         assert!(origin.is_own_user() && !Origin::UnknownUser.is_own_user());
+        let local = far.local_addr().unwrap();
+        assert_eq!(Origin::of_acceptor(local, peer), origin);
         drop(near);
         let _ = std::io::Read::read(&mut &far, &mut [0]);
-        let local = far.local_addr().unwrap();
         drop(far);
         assert_eq!(Origin::of(peer, local), Origin::UnknownUser);
+        assert_eq!(Origin::of_acceptor(local, peer), Origin::UnknownUser);
         assert!(!Origin::of("192.0.2.1:7".parse().unwrap(), local).is_own_user());
     }
 }

@@ -14,9 +14,13 @@ const NLM_F_REQUEST: u16 = 1;
 const IPPROTO_TCP: u8 = 6;
 const TCP_ESTABLISHED: u8 = 1;
 const TCP_CLOSE_WAIT: u8 = 8;
+const TCP_LISTEN: u8 = 10;
+/// Index of the loopback interface in every network namespace: `LOOPBACK_IFINDEX` of the kernel.
+const LOOPBACK: u32 = 1;
 
-/// The user who created the socket at the other end of a TCP connection over the loopback interface. `None` if the
-/// peer is not on this host, or has closed, or the kernel does not say; then no rights may be assumed.
+/// The user of the socket at the other end of a TCP connection over the loopback interface: the creator, or for an accepted
+/// socket the user who accepted it. `None` if the peer is not on this host, has not accepted or has closed the connection, or the
+/// kernel does not say; then no rights may be assumed.
 ///
 /// A proxy on this host (an ssh tunnel, a container's port forwarder) counts as the user that runs it.
 pub(crate) fn owner(peer: SocketAddr, local: SocketAddr) -> Option<u32> {
@@ -29,15 +33,30 @@ pub(crate) fn owner(peer: SocketAddr, local: SocketAddr) -> Option<u32> {
     })
 }
 
+/// The user who created the socket that listens at a loopback address. `None` if there is none, or the kernel does not say.
+pub(crate) fn listener_owner(addr: SocketAddr) -> Option<u32> {
+    if !addr.ip().to_canonical().is_loopback() {
+        return None;
+    }
+    // The kernel looks up the socket that would take a connection from port 0.
+    let listener = local_socket(addr, SocketAddr::new(addr.ip(), 0));
+    listener.map(|found| found.map(|socket| socket.uid)).unwrap_or_else(|error| {
+        tracing::debug!(%error, "asking for the owner of a listening socket");
+        listener_by_proc(addr)
+    })
+}
+
 /// A TCP socket of this host, as the kernel's socket diagnostics describe it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LocalSocket {
-    /// The user who created it.
+    /// The user who created or accepted it. For a connection that waits to be accepted: 0 or the listener's, by kernel version.
     pub uid: u32,
     /// `SO_COOKIE`: no other socket of this kernel has the same.
     pub cookie: u64,
     /// It is connected, and its own end has not closed it.
     pub is_open: bool,
+    /// A process can have a descriptor of it: it does not wait to be accepted, and has not been closed.
+    pub is_held: bool,
 }
 
 /// The socket of this network namespace with `local` as its own address and `peer` as its peer's. `None` if there is none.
@@ -46,19 +65,6 @@ pub struct LocalSocket {
 /// Those of netlink sockets; [`io::ErrorKind::InvalidData`] for an answer that is none.
 pub fn local_socket(local: SocketAddr, peer: SocketAddr) -> io::Result<Option<LocalSocket>> {
     ask(&diagnostics()?, 0, local, peer)
-}
-
-/// The user of the program that listens at a loopback address, if that is neither root nor the user of this process.
-///
-/// # Errors
-/// As [`local_socket`].
-pub fn foreign_listener(addr: SocketAddr) -> io::Result<Option<u32>> {
-    if !addr.ip().to_canonical().is_loopback() {
-        return Ok(None);
-    }
-    // The kernel looks up the socket that would take a connection from port 0.
-    let listener = local_socket(addr, SocketAddr::new(addr.ip(), 0))?;
-    Ok(listener.map(|socket| socket.uid).filter(|uid| *uid != 0 && *uid != rustix::process::geteuid().as_raw()))
 }
 
 /// The kernel's socket diagnostics, of this network namespace.
@@ -97,6 +103,8 @@ pub fn ask(
     request[10..12].copy_from_slice(&local.port().to_be_bytes());
     put(&mut request[12..28], peer_ip);
     put(&mut request[28..44], local_ip);
+    // Connections of this host with itself go through this interface. Without it, the kernel would not find sockets bound to it.
+    request[44..48].copy_from_slice(&LOOPBACK.to_ne_bytes());
     // No cookie: whatever socket there is.
     request[48..56].fill(0xff);
     rustix::net::send(&diagnostics, &message, SendFlags::empty())?;
@@ -124,12 +132,14 @@ pub fn ask(
         uid: u32::from_ne_bytes(message[64..68].try_into().expect("4 bytes")),
         cookie: u64::from_ne_bytes(message[44..52].try_into().expect("8 bytes")),
         is_open: matches!(message[1], TCP_ESTABLISHED | TCP_CLOSE_WAIT),
+        // The number of its file; sockets without one have 0.
+        is_held: message[68..72] != [0; 4],
     }))
 }
 
 fn by_netlink(peer: SocketAddr, local: SocketAddr) -> io::Result<Option<u32>> {
     // Sockets that are half gone have no owner, and the kernel says 0.
-    Ok(local_socket(peer, local)?.filter(|socket| socket.is_open).map(|socket| socket.uid))
+    Ok(local_socket(peer, local)?.filter(|socket| socket.is_open && socket.is_held).map(|socket| socket.uid))
 }
 
 fn put(out: &mut [u8], ip: IpAddr) {
@@ -139,22 +149,48 @@ fn put(out: &mut [u8], ip: IpAddr) {
     }
 }
 
-/// Where the kernel has no socket diagnostics.
+/// A line of `/proc/net/tcp`.
+struct ProcSocket {
+    own: SocketAddr,
+    other: SocketAddr,
+    state: u8,
+    uid: u32,
+    /// Number of its file; 0 without one.
+    inode: u64,
+}
+
+impl ProcSocket {
+    fn parse(line: &str) -> Option<ProcSocket> {
+        let mut words = line.split_whitespace().skip(1);
+        let (own, other) = (parse(words.next()?)?, parse(words.next()?)?);
+        let state = u8::from_str_radix(words.next()?, 16).ok()?;
+        let (uid, inode) = (words.nth(3)?.parse().ok()?, words.nth(1)?.parse().ok()?);
+        Some(ProcSocket { own, other, state, uid, inode })
+    }
+}
+
+/// The TCP sockets of this network namespace, where the kernel has no socket diagnostics.
+fn proc_sockets() -> impl Iterator<Item = ProcSocket> {
+    let texts = ["/proc/net/tcp", "/proc/net/tcp6"].into_iter().filter_map(|path| std::fs::read_to_string(path).ok());
+    texts.flat_map(|text| text.lines().skip(1).filter_map(ProcSocket::parse).collect::<Vec<_>>())
+}
+
+fn is_same(a: SocketAddr, b: SocketAddr) -> bool {
+    (a.ip().to_canonical(), a.port()) == (b.ip().to_canonical(), b.port())
+}
+
 fn by_proc(peer: SocketAddr, local: SocketAddr) -> Option<u32> {
-    ["/proc/net/tcp", "/proc/net/tcp6"].into_iter().find_map(|path| {
-        let text = std::fs::read_to_string(path).ok()?;
-        text.lines().skip(1).find_map(|line| {
-            let mut words = line.split_whitespace().skip(1);
-            let (own, other, state) = (parse(words.next()?)?, parse(words.next()?)?, words.next()?);
-            let same =
-                |a: SocketAddr, b: SocketAddr| (a.ip().to_canonical(), a.port()) == (b.ip().to_canonical(), b.port());
-            let alive = matches!(u8::from_str_radix(state, 16), Ok(TCP_ESTABLISHED | TCP_CLOSE_WAIT));
-            if !(alive && same(own, peer) && same(other, local)) {
-                return None;
-            }
-            words.nth(3)?.parse().ok()
-        })
-    })
+    let is_open = |socket: &ProcSocket| matches!(socket.state, TCP_ESTABLISHED | TCP_CLOSE_WAIT) && socket.inode != 0;
+    let found = proc_sockets().find(|s| is_open(s) && is_same(s.own, peer) && is_same(s.other, local));
+    found.map(|socket| socket.uid)
+}
+
+fn listener_by_proc(addr: SocketAddr) -> Option<u32> {
+    let is_there = |own: SocketAddr| own.port() == addr.port() && (is_same(own, addr) || own.ip().is_unspecified());
+    let mut users = proc_sockets().filter(|s| s.state == TCP_LISTEN && is_there(s.own)).map(|socket| socket.uid);
+    let first = users.next()?;
+    // If there are several, this list does not say which of them takes a connection.
+    users.all(|user| user == first).then_some(first)
 }
 
 /// An address as `/proc/net/tcp` writes it: words of the machine's byte order, in hexadecimal.
@@ -178,6 +214,38 @@ fn parse(text: &str) -> Option<SocketAddr> {
 mod tests {
     use super::*;
     use std::net::{TcpListener, TcpStream};
+    use std::os::fd::AsRawFd;
+
+    fn bind_to_loopback(socket: &impl AsRawFd) {
+        let name = b"lo";
+        let (level, option) = (libc::SOL_SOCKET, libc::SO_BINDTODEVICE);
+        // SAFETY: the pointer and the length describe `name`.
+        let done = unsafe { libc::setsockopt(socket.as_raw_fd(), level, option, name.as_ptr().cast(), 2) };
+        assert_eq!(done, 0);
+    }
+
+    #[test]
+    fn the_owner_of_an_accepting_end_is_known_from_its_accept_on() {
+        let us = rustix::process::geteuid().as_raw();
+        for addr in ["127.0.0.1:0", "[::1]:0"] {
+            let Ok(listener) = TcpListener::bind(addr) else { continue };
+            // As a server that hides its listener from lookups without the interface.
+            bind_to_loopback(&listener);
+            let at = listener.local_addr().unwrap();
+            assert_eq!((listener_owner(at), listener_by_proc(at)), (Some(us), Some(us)), "{addr}");
+            let near = TcpStream::connect(at).unwrap();
+            let local = near.local_addr().unwrap();
+            let waiting = local_socket(at, local).unwrap().unwrap();
+            assert!(waiting.is_open && !waiting.is_held, "{waiting:?}");
+            assert_eq!((owner(at, local), by_proc(at, local)), (None, None), "{addr}");
+            let (far, _) = listener.accept().unwrap();
+            assert_eq!((owner(at, local), by_proc(at, local)), (Some(us), Some(us)), "{addr}");
+            drop(listener);
+            assert_eq!((listener_owner(at), listener_by_proc(at)), (None, None), "{addr}");
+            drop(far);
+            assert_eq!((owner(at, local), by_proc(at, local)), (None, None), "{addr}");
+        }
+    }
 
     #[test]
     fn the_owner_of_a_local_peer_is_known_while_it_is_there() {

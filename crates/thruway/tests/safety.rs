@@ -1311,6 +1311,82 @@ fn a_daemon_of_another_user_gets_no_data_until_its_key_is_known() {
     assert_eq!(names(&served), ["secret"]);
 }
 
+/// A proxy to the address in its second argument; its listening socket is bound to an interface, or closed after each connection.
+const HIDDEN_PROXY: &str = r#"
+import socket, sys, threading, time
+way, (host, port) = sys.argv[1], sys.argv[2].split(':')
+def listen(port):
+    while True:
+        listener = socket.socket()
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if way == 'device': listener.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, b'lo\0')
+        try:
+            listener.bind(('127.0.0.1', port)); listener.listen(64)
+            return listener
+        except OSError: time.sleep(.005)
+def pump(source, sink):
+    try:
+        while data := source.recv(1 << 16): sink.sendall(data)
+    except OSError: pass
+    for end in source, sink:
+        try: end.shutdown(socket.SHUT_RDWR)
+        except OSError: pass
+listener = listen(0)
+at = listener.getsockname()[1]
+print(at, flush=True)
+while True:
+    near = listener.accept()[0]
+    if way == 'close': listener.close()
+    far = socket.create_connection((host, int(port)))
+    for ends in (near, far), (far, near): threading.Thread(target=pump, args=ends, daemon=True).start()
+    if way == 'close':
+        time.sleep(.05)
+        listener = listen(at)
+"#;
+
+/// A process, killed when dropped.
+struct Killed(std::process::Child);
+
+impl Drop for Killed {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+#[test]
+fn a_proxy_of_another_user_that_hides_its_listener_gets_no_data() {
+    let lab = Lab::new();
+    let served = lab.mkdir("served");
+    write(lab.path("secret"), "x");
+    let daemon = Daemon::start(&[OsStr::new("--anonymous"), OsStr::new("--export"), &export("e", &served, "")]);
+    for way in ["device", "close"] {
+        let mut command = Command::new("setpriv");
+        command.args([format!("--reuid={NOBODY}"), format!("--regid={NOBODY}")]).arg("--clear-groups");
+        command.args(["/usr/bin/python3", "-c", HIDDEN_PROXY, way, &daemon.addr]);
+        let mut proxy = Killed(command.stdout(Stdio::piped()).spawn().unwrap());
+        let mut port = String::new();
+        BufReader::new(proxy.0.stdout.take().unwrap()).read_line(&mut port).unwrap();
+        let url = format!("tw://127.0.0.1:{}", port.trim());
+        let foreign = format!("belongs to user {NOBODY} of this host");
+        for provider in ["auto", "iwarp", "tcp"] {
+            let out = try_cp(&lab, &args(&[&"--provider", &provider, &lab.path("secret"), &format!("{url}/e/")]));
+            assert!(names(&served).is_empty(), "{way} {provider}");
+            assert_eq!(out.status.code(), Some(1), "{way} {provider}");
+            assert!(stderr(&out).contains(&foreign), "{way} {provider}: {}", stderr(&out));
+            assert!(stderr(&out).contains("known_hosts"), "{way} {provider}: {}", stderr(&out));
+        }
+        // The proxy does not listen all the time.
+        let said = loop {
+            let said = stderr(&thruway(lab.dir.path()).args(["ls", &url]).output().unwrap());
+            if !said.contains("refused") {
+                break said;
+            }
+        };
+        assert!(said.contains(&foreign), "{way} ls: {said}");
+    }
+}
+
 #[test]
 fn contents_of_a_directory_that_gives_way_are_told_and_count() {
     let lab = Lab::new();

@@ -1,6 +1,6 @@
 //! The connecting end: negotiates a session, runs its source or sink, tries again after a loss.
 
-use crate::auth::{AuthError, Credentials, KnownHosts, PublicKey};
+use crate::auth::{Credentials, KnownHosts, PublicKey};
 use crate::link::{Call, Channels, Link, LinkError, Role, Transport, blocks_for, first_channels};
 use crate::session::{Cancel, LocalError, OnReport, Pipeline, Progress, SessionError, SessionParams};
 use crate::sink::{self, Prepared, RootNames, Target, Trust};
@@ -16,12 +16,13 @@ use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use thruway_engine::Owner;
 use thruway_engine::aead::Sealer;
 use thruway_engine::digest::Algorithm;
 use thruway_engine::random::random;
 use thruway_fabric::{Provider, iwarp};
+use thruway_tcp::Origin;
 
 /// Blocks of a pool where neither the user nor the path asks for more.
 const BLOCKS: usize = 64;
@@ -462,6 +463,9 @@ fn rename_contents(mut roots: Vec<Root>, rename: Option<&[u8]>) -> Vec<Root> {
     roots
 }
 
+/// Longest wait for the end of a connection whose peer's user the kernel does not tell.
+const PEER_LOOKUP_MAX: Duration = Duration::from_secs(1);
+
 /// Connects, and asks for a session.
 fn request_session(
     remote: &mut Remote,
@@ -484,7 +488,7 @@ fn request_session(
             Err(error) => return Err(error.into()),
         }
     };
-    check_host(remote, key).map_err(LinkError::from)?;
+    check_host(remote, key, &mut link)?;
     request.revocable = link.revocable();
     let is_too_long = |message: &Control| message.encode(0).len() > crate::wire::CONTROL_MAX;
     let mut message = Control::Session(Box::new(request));
@@ -509,19 +513,31 @@ fn expect_session(link: &mut Link) -> Result<SessionReply, SessionError> {
     }
 }
 
-fn check_host(remote: &Remote, key: Option<PublicKey>) -> Result<(), AuthError> {
+/// Checks that a daemon is trusted, before it is asked for a session.
+fn check_host(remote: &Remote, key: Option<PublicKey>, link: &mut Link) -> Result<(), LinkError> {
     match (&remote.known_hosts, key) {
         // A daemon on this host may have a new key every time it is started. While it is not running, any user can take its port.
         (Some(path), Some(key)) if remote.addr.ip().to_canonical().is_loopback() => {
-            let daemon = &remote.label;
-            let why = match thruway_tcp::foreign_listener(remote.addr) {
-                Ok(None) => return Ok(()),
-                Ok(Some(uid)) => {
-                    format!("the daemon at {daemon} belongs to user {uid} of this host, neither to you nor to root")
+            let (daemon, hosts) = (&remote.label, KnownHosts::at(path.clone()));
+            let deadline = Instant::now() + PEER_LOOKUP_MAX;
+            loop {
+                let (why, is_final) = match link.acceptor() {
+                    Some(origin) if origin.is_own_user() => return Ok(()),
+                    Some(Origin::User(uid)) => (
+                        format!(
+                            "the daemon at {daemon} belongs to user {uid} of this host, neither to you nor to root"
+                        ),
+                        true,
+                    ),
+                    _ => (format!("cannot find out the user of the daemon at {daemon}"), Instant::now() >= deadline),
+                };
+                let known = hosts.require(daemon, &key, &why);
+                if known.is_ok() || is_final {
+                    return Ok(known?);
                 }
-                Err(error) => format!("cannot find out the user of the daemon at {daemon}: {error}"),
-            };
-            KnownHosts::at(path.clone()).require(&remote.label, &key, &why)
+                // A daemon that stops has closed the connection or its listener. Then another attempt helps.
+                link.wait(deadline.saturating_duration_since(Instant::now()))?;
+            }
         }
         (Some(path), Some(key)) => {
             if KnownHosts::at(path.clone()).check(&remote.label, &key)? {

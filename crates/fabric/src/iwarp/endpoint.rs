@@ -858,6 +858,14 @@ impl QueuePairOps for Endpoint {
         }
     }
 
+    fn acceptor(&self) -> Option<crate::Origin> {
+        let state = self.lock();
+        match (&state.phase, &state.info) {
+            (Phase::Live(live), Some(info)) => Some(live.transport.acceptor(info.peer)),
+            _ => None,
+        }
+    }
+
     fn error(&self) -> Option<ConnectionError> {
         self.lock().error.clone()
     }

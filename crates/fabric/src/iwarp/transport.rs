@@ -7,7 +7,7 @@ use std::net::{Shutdown, SocketAddr, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use thruway_iwarp::mpa::Preferences;
-use thruway_tcp::PathInfo;
+use thruway_tcp::{Origin, PathInfo};
 
 /// A connection in set-up.
 pub(super) enum Socket {
@@ -204,6 +204,16 @@ impl Transport {
         match self {
             Transport::Tcp(stream) => PathInfo::of(stream),
             Transport::Shm(_) => None,
+        }
+    }
+
+    /// The accepting end of a connection to `peer`.
+    pub(super) fn acceptor(&self, peer: SocketAddr) -> Origin {
+        match self {
+            Transport::Tcp(stream) => {
+                stream.local_addr().map_or(Origin::UnknownUser, |own| Origin::of_acceptor(peer, own))
+            }
+            Transport::Shm(channel) => channel.peer_user().map_or(Origin::UnknownUser, Origin::User),
         }
     }
 

@@ -235,6 +235,11 @@ impl Channel {
         Channel { fd, writer, reader, is_called: true, peer_is_gone: false }
     }
 
+    /// The user who listens, or at the accepting end the user who has connected.
+    pub(crate) fn peer_user(&self) -> io::Result<u32> {
+        Ok(sockopt::socket_peercred(&self.fd)?.uid.as_raw())
+    }
+
     /// For those who poll.
     pub(crate) fn glance(&self) -> Arc<Glance> {
         self.reader.glance()

@@ -572,6 +572,10 @@ impl QueuePairOps for Endpoint {
         None
     }
 
+    fn acceptor(&self) -> Option<crate::Origin> {
+        self.info().map(|info| crate::Origin::of_acceptor(info.peer, info.local))
+    }
+
     fn error(&self) -> Option<ConnectionError> {
         self.lock().error.clone()
     }

@@ -28,7 +28,7 @@ use tcp::TcpLink;
 use thruway_engine::OpenFile;
 use thruway_engine::pool::{Block, BlockPool, Exposed};
 use thruway_fabric::{ConnectionError, ConnectionRequest, Device};
-use thruway_tcp::PathInfo;
+use thruway_tcp::{Origin, PathInfo};
 
 /// Something is said at least this often, so that silence means trouble.
 const HEARTBEAT: Duration = Duration::from_secs(10);
@@ -161,6 +161,11 @@ pub struct Call<'a> {
     pub early: Option<(Role, Option<u32>)>,
 }
 
+/// The error of a data connection over loopback that leads to another user than the control connection.
+fn led_astray(found: Origin, expected: Origin) -> LinkError {
+    LinkError::DataLost(ConnectionError::Lost(format!("it leads to {found}, and the session to {expected}")))
+}
+
 /// The handshake of the session with this token.
 fn shake_hands(credentials: &Credentials, token: Token, initiator: bool) -> Handshake {
     let greeting = Hello::Control { auth: AuthKind::of(credentials), token }.encode();
@@ -175,6 +180,10 @@ impl Call<'_> {
     /// The data channels to open now, given the path: what they show, their number and role.
     fn early_channels(&self, path: Option<PathInfo>) -> Option<(Token, u32, Role)> {
         let (role, count) = self.early?;
+        // Over loopback, a session's data connections must lead where its control connection leads, which is known later.
+        if self.addr.ip().to_canonical().is_loopback() {
+            return None;
+        }
         let round_trip = path.map(|p| p.round_trip).filter(|rtt| *rtt >= channel_scaler::ROUND_TRIP_MIN)?;
         let count = count.unwrap_or_else(|| first_channels(Some(round_trip)));
         Some((self.token, count.min(CHANNELS_MAX), role))
@@ -491,6 +500,14 @@ impl Link {
         match &self.0 {
             Inner::Rdma(link) => link.describe(),
             Inner::Tcp(_) => "plain TCP".into(),
+        }
+    }
+
+    /// The peer of an outgoing link: over loopback and shared memory its user, as long as it has not closed.
+    pub fn acceptor(&self) -> Option<Origin> {
+        match &self.0 {
+            Inner::Rdma(link) => link.acceptor(),
+            Inner::Tcp(link) => link.acceptor(),
         }
     }
 

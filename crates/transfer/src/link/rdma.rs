@@ -21,7 +21,7 @@ use thruway_fabric::{
     Device, Error, MemoryRegion, Payload, ProtectionDomain, QueuePair, QueuePairCaps, RecvRequest, RemoteAddr,
     SendFlags, SendOp, SendRequest, Status, WorkCompletion,
 };
-use thruway_tcp::PathInfo;
+use thruway_tcp::{Origin, PathInfo};
 
 /// Receives each end keeps posted for control messages.
 const CONTROL_RECEIVES: usize = 20;
@@ -59,6 +59,8 @@ pub(crate) struct RdmaLink {
     data: Vec<DataChannel>,
     /// Data channels that this end has opened.
     numbered: u32,
+    /// The peer of the control connection, if data connections over loopback must lead to the same.
+    expected: Option<Origin>,
     /// Windows that the device has not bound yet.
     binding: usize,
     /// The path to the peer is a long one, over TCP.
@@ -127,6 +129,7 @@ impl RdmaLink {
             peer_revocable: true,
             data: Vec::new(),
             numbered: 0,
+            expected: None,
             binding: 0,
             long: false,
             joined: false,
@@ -173,6 +176,7 @@ impl RdmaLink {
             link.send_bytes(first)?;
         }
         let peer = link.shake(handshake)?;
+        link.expected = link.acceptor().filter(|_| call.addr.ip().to_canonical().is_loopback());
         Ok((link, peer))
     }
 
@@ -343,6 +347,11 @@ impl RdmaLink {
     /// What is known of the path to the peer.
     pub(crate) fn control_path(&self) -> Option<PathInfo> {
         self.control.path()
+    }
+
+    /// As [`super::Link::acceptor`].
+    pub(crate) fn acceptor(&self) -> Option<Origin> {
+        self.control.acceptor()
     }
 
     /// What carries it.
@@ -607,10 +616,8 @@ impl RdmaLink {
                     // The handshake's second message.
                     self.raw.push_back(message.to_vec());
                 }
-                if let Some(channel) = self.data.iter_mut().find(|c| c.qp.number() == qp_num)
-                    && !std::mem::replace(&mut channel.established, true)
-                {
-                    channel.greet()?;
+                if let Some(at) = self.data.iter().position(|c| c.qp.number() == qp_num && !c.established) {
+                    self.establish(at)?;
                 }
                 Ok(true)
             }
@@ -628,6 +635,29 @@ impl RdmaLink {
                 Ok(true)
             }
             Some(_) => Ok(true),
+        }
+    }
+
+    /// A data channel that this end opened can be used, if it leads to the peer.
+    fn establish(&mut self, at: usize) -> Result<(), LinkError> {
+        let channel = &mut self.data[at];
+        let found = channel.qp.acceptor();
+        match (self.expected, found) {
+            (Some(expected), Some(found)) if found != expected => {
+                let error = super::led_astray(found, expected);
+                if !self.joined {
+                    return Err(error);
+                }
+                tracing::warn!(%error, "no further data channel");
+                self.data.remove(at);
+                Ok(())
+            }
+            // Its end is announced by another event.
+            (_, None) => Ok(()),
+            _ => {
+                channel.established = true;
+                channel.greet()
+            }
         }
     }
 
@@ -806,6 +836,33 @@ mod tests {
             let accepted = RdmaLink::accept(open(), request, &credentials, token).unwrap().0;
             (accepted, caller.join().unwrap())
         })
+    }
+
+    #[test]
+    fn a_data_channel_over_loopback_leads_to_the_user_of_its_session() {
+        let (_accepted, mut link) = pair();
+        assert!(link.expected.unwrap().is_own_user());
+        let listening = iwarp::Config::default().open().unwrap();
+        let listener = listening.listen("127.0.0.1:0".parse().unwrap(), &ListenOptions::default()).unwrap();
+        let addr = listener.local_addr();
+        for (expected, is_right) in [(link.expected.unwrap(), true), (Origin::User(4242), false)] {
+            link.expected = Some(expected);
+            link.open_data(addr, [6; 16], 1, Role::Source).unwrap();
+            let request = loop {
+                match listening.poll_event() {
+                    Some(ConnectionEvent::Request(request)) => break request,
+                    _ => {
+                        link.device.progress();
+                        listening.wait(Some(Duration::from_millis(1))).unwrap();
+                    }
+                }
+            };
+            let mut peer = RdmaLink::new(listening.clone()).unwrap();
+            peer.accept_data(request, Role::Sink).unwrap();
+            let count = link.count();
+            assert_eq!(link.until_joined(count).is_ok(), is_right, "{expected}");
+            link.joined = false;
+        }
     }
 
     /// A source sends its farewell while the sink closes without waiting for it.

@@ -23,7 +23,7 @@ use std::time::{Duration, Instant};
 use thruway_engine::OpenFile;
 use thruway_engine::pool::{Block, BlockPool};
 use thruway_fabric::{ConnectionError, Device};
-use thruway_tcp::PathInfo;
+use thruway_tcp::{Origin, PathInfo};
 
 /// How long a peer may take to say who it is.
 const GREETING_TIMEOUT: Duration = Duration::from_secs(10);
@@ -32,6 +32,8 @@ const GREETING_MAX: usize = 256;
 /// Bytes a sealed control frame can have.
 const FRAME_MAX: usize = CONTROL_MAX + 64;
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(15);
+/// Pause between two checks that a peer has accepted a connection over loopback.
+const ACCEPT_POLL: Duration = Duration::from_millis(1);
 /// Most memory in bytes of control messages that wait for the session's thread before the session. Further ones stay in the socket.
 const WAITING_BEFORE: usize = 64 << 10;
 /// The same in a session. A source sends less than this between two receives, so two ends cannot wait for each other.
@@ -103,6 +105,23 @@ fn dial(addr: SocketAddr, hello: &Hello) -> Result<TcpStream, LinkError> {
     greeting.extend_from_slice(&body);
     stream.write_all(&greeting).map_err(lost)?;
     Ok(stream)
+}
+
+/// Opens a data connection, which over loopback must lead to this peer.
+fn dial_data(addr: SocketAddr, hello: &Hello, expected: Option<Origin>) -> Result<TcpStream, LinkError> {
+    let stream = dial(addr, hello)?;
+    let Some(expected) = expected else { return Ok(stream) };
+    let lost = |e: io::Error| LinkError::DataLost(ConnectionError::Lost(e.to_string()));
+    let local = stream.local_addr().map_err(lost)?;
+    let deadline = Instant::now() + JOIN_PATIENCE;
+    loop {
+        match Origin::of_acceptor(addr, local) {
+            found if found == expected => return Ok(stream),
+            // It waits to be accepted, or has been closed.
+            Origin::UnknownUser if Instant::now() < deadline => std::thread::sleep(ACCEPT_POLL),
+            found => return Err(super::led_astray(found, expected)),
+        }
+    }
 }
 
 fn prepare(stream: &TcpStream, peer: SocketAddr) -> io::Result<()> {
@@ -183,6 +202,8 @@ pub(crate) struct TcpLink {
     data: Vec<Arc<TcpStream>>,
     /// Data channels that are being opened.
     opening: usize,
+    /// The peer of the control connection, if data connections over loopback must lead to the same.
+    expected: Option<Origin>,
     /// The session goes on without data channels that fail to open from now on.
     joined: bool,
     /// Takes pieces off data channels, at a sink.
@@ -203,6 +224,7 @@ impl TcpLink {
         let stream = dial(call.addr, &call.hello())?;
         let mut link = TcpLink::new(device, stream)?;
         let peer = link.shake(shake_hands(call.credentials, call.token, true))?;
+        link.expected = link.acceptor().filter(|_| call.addr.ip().to_canonical().is_loopback());
         // Not before: the peer must have seen the greeting that goes before theirs.
         if let Some((token, count, role)) = call.early_channels(link.control_path()) {
             link.open_data(call.addr, token, count, role)?;
@@ -246,6 +268,7 @@ impl TcpLink {
             pool: None,
             data: Vec::new(),
             opening: 0,
+            expected: None,
             joined: false,
             receive: None,
             outgoing: Some(outgoing),
@@ -285,8 +308,9 @@ impl TcpLink {
         let lost = |e: io::Error| LinkError::DataLost(ConnectionError::Lost(e.to_string()));
         for _ in 0..count {
             let channel = (self.data.len() + self.opening) as u32 + 1;
-            let (teller, hello) = (self.teller.clone(), Hello::Data { token, channel });
-            spawn("open", move || teller.tell(News::Opened(dial(addr, &hello), role))).map_err(lost)?;
+            let (teller, hello, expected) = (self.teller.clone(), Hello::Data { token, channel }, self.expected);
+            let open = move || teller.tell(News::Opened(dial_data(addr, &hello, expected), role));
+            spawn("open", open).map_err(lost)?;
             self.opening += 1;
         }
         Ok(())
@@ -316,6 +340,12 @@ impl TcpLink {
     /// What is known of the path to the peer.
     pub(crate) fn control_path(&self) -> Option<PathInfo> {
         PathInfo::of(&self.control)
+    }
+
+    /// As [`super::Link::acceptor`].
+    pub(crate) fn acceptor(&self) -> Option<Origin> {
+        let (peer, local) = (self.control.peer_addr().ok()?, self.control.local_addr().ok()?);
+        Some(Origin::of_acceptor(peer, local))
     }
 
     pub(crate) fn accept_data(&mut self, stream: TcpStream, role: Role) -> Result<(), LinkError> {
@@ -812,6 +842,23 @@ mod tests {
             let accepted = TcpLink::accept(open(), stream, &credentials, token).unwrap().0;
             (accepted, caller.join().unwrap())
         })
+    }
+
+    #[test]
+    fn a_data_connection_over_loopback_leads_to_the_user_of_its_session() {
+        let (_accepted, link) = pair();
+        let own = link.expected.unwrap();
+        assert!(own.is_own_user());
+        let (listener, hello) =
+            (TcpListener::bind("127.0.0.1:0").unwrap(), &Hello::Data { token: [6; 16], channel: 1 });
+        let addr = listener.local_addr().unwrap();
+        std::thread::scope(|scope| {
+            for (expected, is_right) in [(own, true), (Origin::User(4242), false)] {
+                let opening = scope.spawn(move || dial_data(addr, hello, Some(expected)));
+                let _accepted = listener.accept().unwrap();
+                assert_eq!(opening.join().unwrap().is_ok(), is_right, "{expected}");
+            }
+        });
     }
 
     /// As while a session waits for its data channels.
