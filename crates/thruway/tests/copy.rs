@@ -383,6 +383,21 @@ fn listings_show_what_is_there() {
 }
 
 #[test]
+fn a_listing_of_many_entries_is_sorted() {
+    let lab = Lab::new();
+    let served = lab.mkdir("served");
+    (0..100_000).for_each(|i| drop(fs::File::create(served.join(format!("f{i:06}"))).unwrap()));
+    let daemon = lab.serve(&served);
+    for provider in ["auto", "tcp"] {
+        let out = thruway(lab.dir.path()).args(["ls", "--provider", provider]).arg(daemon.url("e")).output().unwrap();
+        let lines = String::from_utf8(out.stdout).unwrap();
+        let names: Vec<_> = lines.lines().map(|line| line.rsplit(' ').next().unwrap()).collect();
+        assert_eq!((names.len(), names[0], names[99_999]), (100_000, "f000000", "f099999"));
+        assert!(names.is_sorted());
+    }
+}
+
+#[test]
 fn memory_to_memory_moves_what_was_asked_for() {
     let lab = Lab::new();
     let daemon = lab.serve(&lab.mkdir("served"));

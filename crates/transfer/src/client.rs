@@ -574,7 +574,7 @@ fn negotiate_block(link: &mut Link, wanted: u32) -> Result<u32, SessionError> {
 /// Most bytes of a listing that a client takes from a daemon: some ten million entries.
 const LISTING_MAX: usize = 1 << 30;
 
-/// Lists a directory, or the one file, at a daemon.
+/// Lists a directory, or the one file, at a daemon, sorted by name.
 ///
 /// # Errors
 /// [`SessionError`], also if the listing takes more than 1 GiB.
@@ -609,6 +609,7 @@ pub fn list(remote: &Remote, export: &str, path: &[u8]) -> Result<Vec<ListEntry>
         all.extend(entries);
         if last {
             link.close();
+            all.sort_by(|a: &ListEntry, b| a.name.cmp(&b.name));
             return Ok(all);
         }
     }

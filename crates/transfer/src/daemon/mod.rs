@@ -13,11 +13,9 @@ use crate::link::{Arrival, Channels, Link, LinkError, Role, blocks_for, greet};
 use crate::session::{Cancel, LocalError, OnReport, PipelineSet, Progress, SessionError, SessionParams};
 use crate::sink;
 use crate::source;
-use crate::wire::{
-    self, AbortCode, AuthKind, Control, Direction, Hello, ListEntry, SessionReply, SessionRequest, Summary, Token,
-};
+use crate::wire::{self, AbortCode, AuthKind, Control, Direction, Hello, SessionReply, SessionRequest, Summary, Token};
 use greetings::Greetings;
-use request::{Served, Work};
+use request::{Listing, Served, Work};
 use rustix::fs::{Mode, OFlags};
 use std::collections::HashMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -49,6 +47,9 @@ pub struct Export {
 
 /// Name of the export that is always there: `zero` to read from, `null` to write to.
 pub const DEV_EXPORT: &str = "dev";
+
+/// Most lines of a message of a listing.
+const LISTING_LINES: usize = 24;
 
 /// Block length in bytes. Sessions with longer blocks have fewer of them, so their pools are not larger.
 const LONG_BLOCK: usize = 4 << 20;
@@ -566,6 +567,30 @@ impl Session<'_> {
         Ok(None)
     }
 
+    /// Sends a listing, each piece when the peer has taken the one before it.
+    fn send_listing(
+        &self,
+        mut link: Link,
+        mut listing: Listing,
+        cancel: &Cancel,
+    ) -> Result<Option<Summary>, SessionError> {
+        loop {
+            if let Err(SessionError::Cancelled(code, why)) = cancel.check() {
+                return self.refuse(link, code, why.into());
+            }
+            let (entries, last) = match listing.piece(LISTING_LINES) {
+                Ok(piece) => piece,
+                Err((code, why)) => return self.refuse(link, code, why),
+            };
+            link.send(&Control::Listing { entries, last })?;
+            if last {
+                link.close();
+                return Ok(None);
+            }
+            link.until_sent(|| cancel.check().is_err())?;
+        }
+    }
+
     fn principal(&self, key: Option<PublicKey>) -> Option<Principal> {
         let Some(key) = key else {
             // Only the client that started us knows the secret.
@@ -602,10 +627,8 @@ impl Session<'_> {
             discard,
             revocable: link.revocable(),
         }))?;
-        if let Work::List(entries) = work {
-            send_listing(&mut link, entries)?;
-            link.close();
-            return Ok(None);
+        if let Work::List(listing) = work {
+            return self.send_listing(link, listing, &cancel);
         }
         let config = &self.shared.config;
         // Both may have been asked in one breath with the session.
@@ -781,19 +804,6 @@ impl Drop for Registration {
 
 fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().expect("no panics under the lock")
-}
-
-fn send_listing(link: &mut Link, entries: Vec<ListEntry>) -> Result<(), LinkError> {
-    const LINES: usize = 24;
-    let mut entries = entries.into_iter().peekable();
-    loop {
-        let some: Vec<ListEntry> = entries.by_ref().take(LINES).collect();
-        let last = entries.peek().is_none();
-        link.send(&Control::Listing { entries: some, last })?;
-        if last {
-            return Ok(());
-        }
-    }
 }
 
 #[cfg(test)]

@@ -14,12 +14,13 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::sync::Arc;
 use thruway_fs::beneath::{self, Links};
+use thruway_fs::listing::{self, Names};
 
 /// What was asked for, opened.
 pub(super) enum Work {
     Push(Box<Prepared>, Push),
     Pull(Vec<Root>),
-    List(Vec<ListEntry>),
+    List(Listing),
 }
 
 /// Where a push goes.
@@ -90,7 +91,7 @@ pub(super) fn open(shared: &Shared, asked: &SessionRequest, principal: &Principa
     }
     if asked.export.is_empty() {
         return match asked.direction {
-            Direction::List => Ok(Work::List(exports(shared, principal))),
+            Direction::List => Ok(Work::List(Listing::of(exports(shared, principal)))),
             _ => refuse("no export is named; write tw://host/export/path ('thruway ls tw://host' lists them)"),
         };
     }
@@ -212,7 +213,7 @@ fn open_dev(asked: &SessionRequest) -> Result<Work, Refusal> {
             let path = "/dev/zero".into();
             Ok(Work::Pull(vec![Root { beneath: None, confined: false, is_top: false, path, name }]))
         }
-        Direction::List => Ok(Work::List(Vec::new())),
+        Direction::List => Ok(Work::List(Listing::of(Vec::new()))),
         _ => refuse(format!("export '{DEV_EXPORT}' has only 'null' to write to and 'zero' to read from")),
     }
 }
@@ -301,26 +302,139 @@ fn entry(name: &[u8], stat: &rustix::fs::Stat) -> ListEntry {
     ListEntry { name: name.to_vec(), mode: stat.st_mode, size: stat.st_size as u64, mtime: stat.st_mtime }
 }
 
-fn list(export: &Served, root: &OwnedFd, path: &[u8]) -> Result<Vec<ListEntry>, Refusal> {
+/// The lines of a listing, in no order: a directory is read in pieces, so that a session keeps few entries in memory.
+pub(super) struct Listing {
+    /// The lines that need no directory.
+    known: std::vec::IntoIter<ListEntry>,
+    directory: Option<Directory>,
+}
+
+/// A directory that is being listed.
+struct Directory {
+    dir: OwnedFd,
+    names: Names,
+    /// Its path, for messages.
+    shown: String,
+}
+
+impl Listing {
+    fn of(entries: Vec<ListEntry>) -> Listing {
+        Listing { known: entries.into_iter(), directory: None }
+    }
+
+    fn of_directory(dir: OwnedFd, shown: String) -> Result<Listing, Refusal> {
+        let names = listing::names(&dir).map_err(|e| (AbortCode::Refused, format!("{shown}: {}", sentence(e))))?;
+        Ok(Listing { known: Vec::new().into_iter(), directory: Some(Directory { dir, names, shown }) })
+    }
+
+    /// The next `most` lines at most, and whether the listing ends with them.
+    ///
+    /// # Errors
+    /// If the directory cannot be read any further.
+    pub(super) fn piece(&mut self, most: usize) -> Result<(Vec<ListEntry>, bool), Refusal> {
+        let mut lines: Vec<ListEntry> = self.known.by_ref().take(most).collect();
+        if let Some(directory) = &mut self.directory {
+            while lines.len() < most {
+                match directory.next() {
+                    Some(line) => lines.push(line?),
+                    None => return Ok((lines, true)),
+                }
+            }
+            return Ok((lines, false));
+        }
+        Ok((lines, self.known.len() == 0))
+    }
+}
+
+impl Directory {
+    fn next(&mut self) -> Option<Result<ListEntry, Refusal>> {
+        let failed = |e: Errno| (AbortCode::Refused, format!("{}: {}", self.shown, sentence(e)));
+        loop {
+            let name = match self.names.next()? {
+                Ok(name) => name,
+                Err(e) => return Some(Err(failed(e))),
+            };
+            match rustix::fs::statat(&self.dir, &name, AtFlags::SYMLINK_NOFOLLOW) {
+                Ok(stat) => return Some(Ok(entry(name.to_bytes(), &stat))),
+                // Removed since its name was read.
+                Err(Errno::NOENT) => {}
+                Err(e) => {
+                    let (code, why) = failed(e);
+                    return Some(Err((code, format!("{why} ('{}')", crate::escape(name.to_bytes())))));
+                }
+            }
+        }
+    }
+}
+
+fn list(export: &Served, root: &OwnedFd, path: &[u8]) -> Result<Listing, Refusal> {
     let failed = |e: Errno| (AbortCode::Refused, format!("{}: {}", export.shown(path), sentence(e)));
-    let dir = match export.open_dir(root, path) {
-        Ok(dir) => dir,
+    match export.open_dir(root, path) {
+        Ok(dir) => Listing::of_directory(dir, export.shown(path)),
         Err(Errno::NOTDIR) => {
             let (parent, name) = beneath::split(path);
             let dir = export.open_dir(root, parent).map_err(failed)?;
             let os_name = Path::new(std::ffi::OsStr::from_bytes(name));
             let stat = rustix::fs::statat(&dir, os_name, AtFlags::SYMLINK_NOFOLLOW).map_err(failed)?;
-            return Ok(vec![entry(name, &stat)]);
+            Ok(Listing::of(vec![entry(name, &stat)]))
         }
-        Err(e) => return Err(failed(e)),
-    };
-    let mut entries = Vec::new();
-    for name in thruway_fs::listing::names(&dir).map_err(failed)? {
-        let name = name.map_err(failed)?;
-        if let Ok(stat) = rustix::fs::statat(&dir, &name, AtFlags::SYMLINK_NOFOLLOW) {
-            entries.push(entry(name.to_bytes(), &stat));
-        }
+        Err(e) => Err(failed(e)),
     }
-    entries.sort_by(|a, b| a.name.cmp(&b.name));
-    Ok(entries)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeSet;
+    use std::fs;
+
+    fn listing_of(dir: &Path) -> Listing {
+        Listing::of_directory(fs::File::open(dir).unwrap().into(), "shown".into()).ok().unwrap()
+    }
+
+    #[test]
+    fn a_listing_comes_in_pieces_with_each_entry_once() {
+        let dir = tempfile::tempdir().unwrap();
+        let expected: BTreeSet<_> = (0..2400).map(|n| format!("{n}").into_bytes()).collect();
+        for name in &expected {
+            fs::write(dir.path().join(std::str::from_utf8(name).unwrap()), "x").unwrap();
+        }
+        let (mut listing, mut found, mut pieces) = (listing_of(dir.path()), BTreeSet::new(), 0);
+        loop {
+            let (lines, last) = listing.piece(24).ok().unwrap();
+            pieces += 1;
+            assert!(lines.len() == 24 || last, "{} lines", lines.len());
+            for line in lines {
+                assert_eq!((line.size, line.mode & 0o170_000), (1, 0o100_000));
+                assert!(found.insert(line.name));
+            }
+            if last {
+                break;
+            }
+        }
+        assert_eq!((found, pieces), (expected, 101));
+        let mut few = Listing::of(vec![entry(b"a", &rustix::fs::stat(dir.path()).unwrap()); 3]);
+        let mut next = || few.piece(2).map(|(lines, last)| (lines.len(), last)).ok().unwrap();
+        assert_eq!((next(), next()), ((2, false), (1, true)));
+    }
+
+    #[test]
+    fn a_directory_that_changes_is_listed_without_what_is_gone_and_one_that_vanishes_is_an_error() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("d");
+        fs::create_dir(&path).unwrap();
+        for n in 0..10_000 {
+            fs::write(path.join(format!("{n}-{}", "n".repeat(100))), "").unwrap();
+        }
+        let mut listing = listing_of(&path);
+        assert_eq!(listing.piece(24).ok().unwrap().0.len(), 24);
+        fs::remove_dir_all(&path).unwrap();
+        let refused = loop {
+            match listing.piece(24) {
+                Ok((lines, last)) => assert!(lines.is_empty() && !last, "the list is not complete"),
+                Err(refused) => break refused,
+            }
+        };
+        assert_eq!(refused, (AbortCode::Refused, "shown: No such file or directory (os error 2)".into()));
+    }
 }

@@ -442,6 +442,25 @@ impl Link {
         }
     }
 
+    /// Waits until no message waits for the peer to take earlier ones, or until `stop`.
+    ///
+    /// # Errors
+    /// [`LinkError::Silent`] if the peer takes none for too long; [`LinkError`] once the session cannot go on.
+    pub(crate) fn until_sent(&mut self, stop: impl Fn() -> bool) -> Result<(), LinkError> {
+        self.wait(Duration::ZERO)?;
+        let (mut waiting, mut since) = (self.backlog(), Instant::now());
+        while self.backlog() > 0 && !stop() {
+            if self.backlog() < waiting {
+                (waiting, since) = (self.backlog(), Instant::now());
+            }
+            if since.elapsed() > SILENCE_MAX {
+                return Err(LinkError::Silent);
+            }
+            self.wait(Duration::from_secs(1))?;
+        }
+        Ok(())
+    }
+
     /// The device, to wake a thread waiting in [`Link::poll`].
     pub fn device(&self) -> &Device {
         match &self.0 {
