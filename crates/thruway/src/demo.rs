@@ -108,7 +108,7 @@ fn clean_up(dir: &Path, children: &[u32]) {
 
 impl<'a> Demo<'a> {
     fn new(args: &'a DemoArgs, common: &'a Common) -> Result<Demo<'a>, String> {
-        let base = args.dir.clone().unwrap_or_else(std::env::temp_dir);
+        let base = args.dir.clone().unwrap_or_else(crate::directories::temporary);
         let dir = tempfile::Builder::new().prefix("thruway-demo-").tempdir_in(&base);
         let dir = dir.map_err(|e| format!("{}: {e}", base.display()))?;
         let program = std::env::current_exe().map_err(|e| format!("finding this program: {e}"))?;

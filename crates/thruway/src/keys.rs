@@ -1,5 +1,6 @@
 //! Where keys are kept, and `thruway keygen`.
 
+use crate::directories;
 use clap::Args;
 use std::io::Write;
 use std::os::unix::fs::MetadataExt;
@@ -46,22 +47,15 @@ pub(crate) fn run(args: &KeygenArgs, common: &Common) -> Result<(), Failed> {
     Ok(())
 }
 
-/// The user's configuration directory.
-pub(crate) fn config_dir() -> PathBuf {
-    let base = std::env::var_os("XDG_CONFIG_HOME").filter(|v| !v.is_empty()).map(PathBuf::from);
-    let base = base.or_else(|| std::env::var_os("HOME").map(|home| PathBuf::from(home).join(".config")));
-    base.unwrap_or_else(|| PathBuf::from("/etc")).join("thruway")
-}
-
 /// The user's own key.
 pub(crate) fn identity_path() -> PathBuf {
-    config_dir().join("id")
+    directories::config().join("id")
 }
 
 /// A daemon's key: the one named, or the one that is kept for daemons of this user, made when
 /// there is none. Clients remember it, so it must not change from one start to the next.
 pub(crate) fn host(explicit: Option<&PathBuf>) -> Result<KeyPair, String> {
-    let path = explicit.cloned().unwrap_or_else(|| config_dir().join("host"));
+    let path = explicit.cloned().unwrap_or_else(|| directories::config().join("host"));
     if explicit.is_none() && !path.exists() {
         let pair = KeyPair::generate();
         match pair.save(&path) {

@@ -7,6 +7,7 @@
 mod clean;
 mod cp;
 mod demo;
+mod directories;
 mod endpoint;
 mod keys;
 mod log;
@@ -86,6 +87,7 @@ fn main() -> ExitCode {
 /// Runs the command. It has a frame of its own, so that a small stack is enough for `main`.
 #[inline(never)]
 fn run() -> ExitCode {
+    directories::init();
     let cli = parse();
     // What nothing else notes the time of.
     let has_times = matches!(&cli.command, Command::Relay(args) if args.is_in_background());

@@ -1,6 +1,6 @@
 //! `thruway relay`: carries the connections of programs that run under `thruway run` to other hosts.
 
-use crate::keys;
+use crate::{directories, keys};
 use clap::{Args, ValueEnum};
 use std::net::IpAddr;
 use std::path::PathBuf;
@@ -156,7 +156,7 @@ pub(crate) fn run(args: &RelayArgs, common: &Common) -> Result<(), Failed> {
             RelayProvider::Iwarp => iwarp::Config::default().into(),
         },
         keys: keys::identity(Some(&path)).map_err(failed)?,
-        peers: Peers::file(options.peers.clone().unwrap_or_else(|| keys::config_dir().join("peers"))),
+        peers: Peers::file(options.peers.clone().unwrap_or_else(|| directories::config().join("peers"))),
         encrypt: !options.plaintext,
         ring,
         board: args.board.clone(),
@@ -244,9 +244,7 @@ fn log_file(port: u16) -> std::io::Result<std::fs::File> {
     Ok(file)
 }
 
-/// Below `~/.local/state`, or what `XDG_STATE_HOME` names.
+/// In the user's state directory.
 pub(crate) fn log_path(port: u16) -> PathBuf {
-    let base = std::env::var_os("XDG_STATE_HOME").filter(|value| !value.is_empty()).map(PathBuf::from);
-    let base = base.or_else(|| std::env::var_os("HOME").map(|home| PathBuf::from(home).join(".local/state")));
-    base.unwrap_or_else(std::env::temp_dir).join(format!("thruway/relay-{port}.log"))
+    directories::state().unwrap_or_else(|| "/var/lib/thruway".into()).join(format!("relay-{port}.log"))
 }

@@ -1,6 +1,6 @@
 //! How a daemon is reached, and by what.
 
-use crate::keys;
+use crate::{directories, keys};
 use clap::ValueEnum;
 use std::io::Read;
 use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
@@ -63,7 +63,7 @@ pub(crate) fn daemon(host: &str, port: u16, key: Option<&PathBuf>) -> Result<Rem
     let mut addrs = (host, port).to_socket_addrs().map_err(|e| format!("{label}: {e}"))?;
     let addr = addrs.next().ok_or_else(|| format!("{label}: no address"))?;
     let others = addrs.collect();
-    let known_hosts = Some(keys::config_dir().join("known_hosts"));
+    let known_hosts = Some(directories::config().join("known_hosts"));
     let credentials = Credentials::Keys(keys::identity(key)?);
     Ok(Remote {
         addr,

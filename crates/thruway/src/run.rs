@@ -214,7 +214,7 @@ pub(crate) fn run(args: &RunArgs, common: &Common) -> Result<(), Failed> {
         report.unwrap_or_else(|error| give_up(OWN_FAILURE, format_args!("cannot write {}: {error}", path.display())))
     });
     let told = Told::new().unwrap_or_else(|error| {
-        let place = std::env::temp_dir();
+        let place = crate::directories::temporary();
         give_up(
             OWN_FAILURE,
             format_args!("no place for what the program's library tells in {}: {error}", place.display()),

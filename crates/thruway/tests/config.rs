@@ -8,7 +8,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
 use support::disks::{Disks, ok};
-use support::{Lab, THRUWAY};
+use support::{Lab, NOBODY, THRUWAY, stderr};
 
 #[test]
 fn a_file_configures_all_services_and_the_command_line_has_the_last_word() {
@@ -399,4 +399,23 @@ fn what_could_not_be_served_is_found_by_a_check() {
     let args: Vec<&str> = args.iter().map(String::as_str).collect();
     let _disks = Disks::serve(&args);
     ok(THRUWAY, &[&["serve", "--check"], &args[..]].concat());
+}
+
+#[test]
+fn an_empty_home_is_not_the_current_directory() {
+    let lab = Lab::new();
+    let (here, program) = (lab.mkdir("here"), lab.path("program"));
+    fs::copy(THRUWAY, &program).unwrap();
+    fs::set_permissions(lab.dir.path(), fs::Permissions::from_mode(0o755)).unwrap();
+    std::os::unix::fs::chown(&here, Some(NOBODY), Some(NOBODY)).unwrap();
+    let entry = Command::new("getent").args(["passwd", &NOBODY.to_string()]).output().unwrap();
+    let home = String::from_utf8(entry.stdout).unwrap().split(':').nth(5).unwrap().to_string();
+    for change in [["HOME=", "XDG_CONFIG_HOME="], ["--unset=HOME", "--unset=XDG_CONFIG_HOME"]] {
+        let mut command = Command::new("setpriv");
+        command.args([format!("--reuid={NOBODY}"), format!("--regid={NOBODY}")]).args(["--clear-groups", "env"]);
+        let out = command.args(change).arg(&program).arg("keygen").current_dir(&here).output().unwrap();
+        assert!(!out.status.success(), "{change:?}: the home directory of nobody cannot be written to");
+        assert!(stderr(&out).contains(&format!("{home}/.config/thruway")), "{change:?}: {}", stderr(&out));
+        assert_eq!(fs::read_dir(&here).unwrap().count(), 0, "{change:?}");
+    }
 }

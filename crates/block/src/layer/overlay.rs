@@ -15,7 +15,10 @@ pub(super) const KIND: LayerKind = LayerKind {
     syntax: "overlay[=DIR]",
     about: "Changes go to a temporary file in this directory and end with the daemon.",
     parse: |value| {
-        let directory = if value.is_empty() { std::env::temp_dir() } else { value.into() };
+        // An empty TMPDIR would be the current directory.
+        let is_unset = std::env::var_os("TMPDIR").is_none_or(|value| value.is_empty());
+        let default = || if is_unset { "/tmp".into() } else { std::env::temp_dir() };
+        let directory = if value.is_empty() { default() } else { value.into() };
         Ok(Arc::new(Config(directory)))
     },
 };

@@ -80,9 +80,7 @@ fn default_state() -> Option<PathBuf> {
     if rustix::process::geteuid().is_root() {
         return Some("/var/lib/thruway".into());
     }
-    let set = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
-    let base = set("XDG_STATE_HOME").or_else(|| Some(set("HOME")?.join(".local/state")));
-    Some(base?.join("thruway"))
+    crate::directories::state()
 }
 
 fn parse_iqn(text: &str) -> Result<String, String> {

@@ -92,7 +92,7 @@ impl Allowed {
         allowed.read.extend(READ.iter().map(PathBuf::from));
         allowed.write.extend(WRITE.iter().map(PathBuf::from));
         // Records of copies that are written to no export, and of those into file systems that know no files without names.
-        allowed.write.push(std::env::temp_dir());
+        allowed.write.push(crate::directories::temporary());
         for export in &args.export {
             let to = if export.read_only { &mut allowed.read } else { &mut allowed.write };
             // What is in it, so that an automount is there before the wall is.
