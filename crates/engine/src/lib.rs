@@ -18,6 +18,7 @@
 //! The network stage belongs to the services, because each speaks its own protocol.
 
 pub mod aead;
+pub mod allocator;
 pub mod digest;
 pub mod file_system;
 pub mod io;

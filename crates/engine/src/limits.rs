@@ -26,6 +26,25 @@ pub fn open_files() -> u64 {
     getrlimit(Resource::Nofile).current.unwrap_or(1 << 20)
 }
 
+/// Bytes of address space that this process may still map (`ulimit -v`); `None` without a limit.
+pub fn address_space_left() -> Option<u64> {
+    let limit = getrlimit(Resource::As).current?;
+    let status = std::fs::read_to_string("/proc/self/status").ok()?;
+    let size = status.lines().find_map(|line| line.strip_prefix("VmSize:"))?;
+    let kib: u64 = size.trim().strip_suffix(" kB")?.parse().ok()?;
+    Some(limit.saturating_sub(kib << 10))
+}
+
+/// Under a limit on the address space, makes all threads share one heap. Otherwise the C library reserves 64 MiB for each of several
+/// threads. To be called before the first thread starts.
+pub fn share_heap_under_limit() {
+    #[cfg(target_env = "gnu")]
+    if getrlimit(Resource::As).current.is_some() {
+        // SAFETY: changes a parameter of the allocator, and no memory.
+        unsafe { libc::mallopt(libc::M_ARENA_MAX, 1) };
+    }
+}
+
 /// Remedy for an error caused by a resource limit, to be appended to the error message. Recognises the error by its number in the text.
 pub fn remedy(error: &str) -> Option<&'static str> {
     let remedies = [
@@ -34,6 +53,10 @@ pub fn remedy(error: &str) -> Option<&'static str> {
         (libc::ENFILE, "raise the system's limit on open files (sysctl fs.file-max)"),
         (libc::EFBIG, "raise the limit on the size of files (ulimit -f), or use a file system for larger ones"),
     ];
+    // Without memory for its stack, or one process too many. Other calls return this error for other reasons.
+    if error.contains("thread") && error.contains(&format!("(os error {})", libc::EAGAIN)) {
+        return Some("raise the limit on processes (ulimit -u) or on memory (ulimit -v)");
+    }
     let is_of = |code: i32| error.contains(&format!("(os error {code})"));
     remedies.into_iter().find(|(code, _)| is_of(*code)).map(|(_, remedy)| remedy)
 }

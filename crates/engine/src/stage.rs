@@ -226,7 +226,9 @@ impl Workers {
         let workers = Arc::new(Workers { shared: Arc::clone(&shared), threads: Mutex::default() });
         let start = |thread: std::thread::Builder, run: Box<dyn FnOnce() + Send>| {
             let failed = |e: io::Error| {
-                let why = format!("cannot start a thread: {e}; raise the limit on processes and threads (ulimit -u)");
+                let why = format!(
+                    "cannot start a thread: {e}; raise the limit on processes and threads (ulimit -u) or on memory (ulimit -v)"
+                );
                 io::Error::new(e.kind(), why)
             };
             let handle = thread.spawn(run).map_err(failed)?;

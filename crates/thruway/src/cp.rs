@@ -227,6 +227,32 @@ fn is_local((endpoint, _): &Given<'_>) -> bool {
     matches!(endpoint, Endpoint::Local(_))
 }
 
+/// Blocks of a pool by default.
+const BLOCKS: u64 = 64;
+/// Fewest blocks of a pool.
+const BLOCKS_MIN: u64 = 4;
+/// Address space that a session needs beside its blocks: stacks of threads, buffers of connections, the heap.
+const SESSION_MEMORY: u64 = 24 << 20;
+
+/// `--depth`, or under a limit on memory as many blocks as it has room for, of so many pools.
+///
+/// # Errors
+/// If a session has no room.
+fn affordable_depth(args: &CpArgs, pools: u64) -> Result<Option<u32>, String> {
+    let Some(left) = limits::address_space_left() else { return Ok(args.depth) };
+    // A header stands before each block.
+    let block = u64::from(args.block_len()?) + (4 << 10);
+    let fitting = left.saturating_sub(pools * SESSION_MEMORY) / (pools * block);
+    let least = args.depth.map_or(BLOCKS_MIN, u64::from);
+    if fitting < least {
+        let missing = (pools * (SESSION_MEMORY + least * block)).saturating_sub(left).div_ceil(1 << 10);
+        return Err(format!(
+            "needs {missing} KiB of memory more than the limit; raise it (ulimit -v), or set a smaller --depth or --block-size"
+        ));
+    }
+    Ok(args.depth.or(Some(fitting.min(BLOCKS) as u32)))
+}
+
 fn copy(args: &CpArgs, common: &Common, sources: &[Given<'_>], target: &Given<'_>) -> Result<Done, String> {
     limits::raise_open_files();
     // A handled SIGXFSZ does not end the process: a write beyond the limit on the size of files fails with EFBIG.
@@ -243,11 +269,12 @@ fn copy(args: &CpArgs, common: &Common, sources: &[Given<'_>], target: &Given<'_
     {
         tracing::debug!(error, "no secret for journals: other users who may write to the destination could forge them");
     }
+    let is_local_copy = sources.iter().chain([target]).all(is_local);
+    let depth = affordable_depth(args, if is_local_copy { 2 } else { 1 })?;
+    let args = &CpArgs { depth, ..args.clone() };
     let mut peer = None;
     let mut job = match &target.0 {
-        Endpoint::Local(path) if sources.iter().all(is_local) => {
-            push_locally(args, sources, path, &pipelines, &mut peer)?
-        }
+        Endpoint::Local(path) if is_local_copy => push_locally(args, sources, path, &pipelines, &mut peer)?,
         Endpoint::Local(path) => pull(args, sources, target, path, &mut peer)?,
         _ => push(args, sources, target, &mut peer)?,
     };
@@ -751,7 +778,9 @@ fn push_to(
         }
     };
     let thread = std::thread::Builder::new().name("daemon".into()).spawn(serve);
-    let thread = thread.map_err(|e| format!("cannot start a thread: {e}; raise the limit on processes (ulimit -u)"))?;
+    let thread = thread.map_err(|e| {
+        format!("cannot start a thread: {e}; raise the limit on processes (ulimit -u) or on memory (ulimit -v)")
+    })?;
     *peer = Some(Peer::Thread(stopper, Some(thread)));
     let fabric = iwarp::Config { crc: false, ..iwarp::Config::default() }.into();
     let remote = Remote {

@@ -85,7 +85,7 @@ pub(crate) fn identity(explicit: Option<&PathBuf>) -> Result<KeyPair, String> {
 /// # Errors
 /// If it cannot be kept. Journals then depend on the machine and the user only, which is no secret.
 pub(crate) fn use_journal_secret() -> Result<(), String> {
-    let path = config_dir().join("journal-key");
+    let path = directories::config().join("journal-key");
     let secret = journal_secret(&path);
     set_journal_secret(*secret.as_ref().unwrap_or(&{
         let mut hasher = blake3::Hasher::new_derive_key("thruway journals without a secret");

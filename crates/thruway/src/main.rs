@@ -71,6 +71,9 @@ fn parse() -> Cli {
     })
 }
 
+#[global_allocator]
+static ALLOCATOR: thruway_engine::allocator::ExitOnFailure = thruway_engine::allocator::ExitOnFailure;
+
 /// Smallest limit on the stack. With 128 KiB every command starts; the rest is a reserve.
 const STACK_MIN: u64 = 256 << 10;
 
@@ -81,6 +84,7 @@ fn main() -> ExitCode {
         say_error!("thruway: the limit of {limit} KiB on the stack is too low; raise it with ulimit -s {least}");
         return ExitCode::FAILURE;
     }
+    thruway_engine::limits::share_heap_under_limit();
     run()
 }
 

@@ -685,7 +685,7 @@ fn limits_of_the_process_are_errors_with_a_remedy() {
     write(source.join("small"), "content");
     fs::write(source.join("large"), noise(1 << 20, 1)).unwrap();
     for (limit, status, expected) in [
-        ("-v 200000", 1, "ulimit -v"),
+        ("-v 60000", 1, "ulimit -v"),
         ("-n 20", 1, "ulimit -n"),
         ("-f 100", 1, "large: File too large (os error 27); raise the limit on the size of files (ulimit -f)"),
     ] {
@@ -699,6 +699,32 @@ fn limits_of_the_process_are_errors_with_a_remedy() {
         assert!(!stderr(&out).contains("trying again"), "{limit}: {}", stderr(&out));
         assert_eq!(copy.join("small").exists(), limit.starts_with("-f"), "{limit}");
     }
+}
+
+#[test]
+fn a_copy_under_a_limit_on_memory_succeeds_or_names_the_limit() {
+    let lab = Lab::new();
+    let (source, served) = (lab.mkdir("source"), lab.mkdir("served"));
+    (0..100).for_each(|i| write(source.join(i.to_string()), "content"));
+    fs::write(source.join("large"), noise(3 << 20, 1)).unwrap();
+    let daemon = lab.serve(&served);
+    let mut copied = 0;
+    for limit in [30_000, 60_000, 100_000, 102_000, 105_000, 107_500, 110_000, 120_000, 150_000, 200_000, 300_000] {
+        for provider in ["iwarp", "tcp"] {
+            let script = format!("ulimit -v {limit}; exec \"$0\" cp --json -a --provider {provider} \"$1\" \"$2\"");
+            let mut command = Command::new("sh");
+            command.args(["-c", &script, THRUWAY]).arg(&source);
+            command.arg(daemon.url(&format!("e/{provider}-{limit}"))).env("XDG_CONFIG_HOME", lab.dir.path());
+            let out = command.env("THRUWAY_LOG", "warn").stdin(Stdio::null()).output().unwrap();
+            let said = stderr(&out);
+            assert!(!said.contains("trying again"), "{limit} {provider}: {said}");
+            match out.status.code() {
+                Some(0) => copied += 1,
+                code => assert!(code == Some(1) && said.contains("ulimit -v"), "{limit} {provider}: {out:?}"),
+            }
+        }
+    }
+    assert!(copied >= 4, "{copied} copies");
 }
 
 #[test]

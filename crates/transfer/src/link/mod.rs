@@ -74,15 +74,22 @@ impl From<Violation> for LinkError {
     }
 }
 
+/// A connection was lost because this process has reached a limit on memory or open files.
+fn is_of_this_process(cause: &ConnectionError) -> bool {
+    let ConnectionError::Lost(why) = cause else { return false };
+    [libc::ENOMEM, libc::EMFILE, libc::ENFILE].iter().any(|code| why.contains(&format!("(os error {code})")))
+}
+
 impl LinkError {
     /// Whether trying again may help.
     pub fn is_transient(&self) -> bool {
         match self {
-            // This process has reached a limit on memory or open files. Another attempt would reach it again.
+            // This process has reached a limit on memory, threads or open files. Another attempt would reach it again.
             LinkError::Fabric(thruway_fabric::Error::Io { source, .. }) => {
-                !matches!(source.raw_os_error(), Some(libc::ENOMEM | libc::EMFILE | libc::ENFILE))
+                !matches!(source.raw_os_error(), Some(libc::ENOMEM | libc::EAGAIN | libc::EMFILE | libc::ENFILE))
             }
-            LinkError::Closed(_) | LinkError::DataLost(_) | LinkError::Silent | LinkError::Fabric(_) => true,
+            LinkError::Closed(cause) | LinkError::DataLost(cause) => !is_of_this_process(cause),
+            LinkError::Silent | LinkError::Fabric(_) => true,
             _ => false,
         }
     }

@@ -626,6 +626,9 @@ impl RdmaLink {
                 if qp_num == self.control.number() {
                     return Err(LinkError::Closed(cause));
                 }
+                if super::is_of_this_process(&cause) {
+                    return Err(LinkError::DataLost(cause));
+                }
                 // One that was to be added and could not be is no loss.
                 let before = self.data.len();
                 self.data.retain(|c| !self.joined || c.established || c.qp.number() != qp_num);

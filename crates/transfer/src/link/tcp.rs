@@ -247,13 +247,12 @@ impl TcpLink {
     }
 
     fn new(device: Device, control: TcpStream) -> Result<TcpLink, LinkError> {
-        let lost = |e: io::Error| LinkError::Closed(ConnectionError::Lost(e.to_string()));
         let (sender, news) = sync_channel(NEWS_MAX);
         let teller = Teller { sender, device: device.clone() };
         let control = Arc::new(control);
         let (reader, voice, held) = (Arc::clone(&control), teller.clone(), Arc::new(Held::default()));
         let hold = Arc::clone(&held);
-        spawn("control", move || read_control(&reader, &voice, &hold)).map_err(lost)?;
+        spawn("control", move || read_control(&reader, &voice, &hold))?;
         let (outgoing, queue) = channel();
         Ok(TcpLink {
             device,
@@ -305,12 +304,11 @@ impl TcpLink {
         count: u32,
         role: Role,
     ) -> Result<(), LinkError> {
-        let lost = |e: io::Error| LinkError::DataLost(ConnectionError::Lost(e.to_string()));
         for _ in 0..count {
             let channel = (self.data.len() + self.opening) as u32 + 1;
             let (teller, hello, expected) = (self.teller.clone(), Hello::Data { token, channel }, self.expected);
             let open = move || teller.tell(News::Opened(dial_data(addr, &hello, expected), role));
-            spawn("open", open).map_err(lost)?;
+            spawn("open", open)?;
             self.opening += 1;
         }
         Ok(())
@@ -356,15 +354,14 @@ impl TcpLink {
     }
 
     fn add_data(&mut self, stream: TcpStream, role: Role) -> Result<(), LinkError> {
-        let lost = |e: io::Error| LinkError::DataLost(ConnectionError::Lost(e.to_string()));
         let stream = Arc::new(stream);
         self.cancel.iter().for_each(|cancel| cancel.watch_data(&stream));
         if role == Role::Source {
             let (writer, queue, teller) = (Arc::clone(&stream), Arc::clone(&self.queue), self.teller.clone());
-            spawn("send", move || send_blocks(&writer, &queue, &teller)).map_err(lost)?;
+            spawn("send", move || send_blocks(&writer, &queue, &teller))?;
             // Nothing comes this way; an idle channel that dies would else not be noticed.
             let (reader, teller) = (Arc::clone(&stream), self.teller.clone());
-            spawn("watch", move || teller.tell(News::DataEnded(await_end(&reader)))).map_err(lost)?;
+            spawn("watch", move || teller.tell(News::DataEnded(await_end(&reader))))?;
         }
         if role == Role::Sink && self.receive.is_some() {
             self.receive_from(&stream)?;
@@ -379,12 +376,11 @@ impl TcpLink {
     }
 
     fn receive_from(&self, stream: &Arc<TcpStream>) -> Result<(), LinkError> {
-        let lost = |e: io::Error| LinkError::DataLost(ConnectionError::Lost(e.to_string()));
         let (Some(pool), Some(receive)) = (self.pool.clone(), self.receive.clone()) else {
             return Err(LinkError::Unexpected("block"));
         };
         let (stream, teller) = (Arc::clone(stream), self.teller.clone());
-        spawn("receive", move || receive_blocks(&stream, &pool, &*receive, &teller)).map_err(lost)
+        spawn("receive", move || receive_blocks(&stream, &pool, &*receive, &teller))
     }
 
     pub(crate) fn device(&self) -> &Device {
@@ -579,8 +575,10 @@ impl Drop for TcpLink {
     }
 }
 
-fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> io::Result<()> {
-    std::thread::Builder::new().name(name.into()).stack_size(256 << 10).spawn(run).map(drop)
+fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> Result<(), LinkError> {
+    let spawned = std::thread::Builder::new().name(name.into()).stack_size(256 << 10).spawn(run);
+    let failed = |source| thruway_fabric::Error::Io { op: "starting a thread", peer: None, source };
+    Ok(spawned.map(drop).map_err(failed)?)
 }
 
 /// Control messages that the reader may read ahead of the session's thread.
