@@ -45,7 +45,7 @@ pub(crate) fn run(args: &CleanArgs, common: &Common) -> Result<(), Failed> {
     }
     if common.json {
         thruway_cli::say!("{}", serde_json::Value::Array(totals.rows));
-    } else if !common.quiet {
+    } else if !common.quiet && (totals.count > 0 || !totals.failed) {
         thruway_cli::say!("{}", totals.text(args.delete));
     }
     if totals.failed { Err(Failed::Operation) } else { Ok(()) }

@@ -166,6 +166,20 @@ pub(crate) fn hint(argument: &str) -> Option<&'static str> {
         "-l" | "--links" => Some("links are always copied as links"),
         "-S" | "--sparse" => Some("holes of files always stay holes"),
         "-R" => Some("'-r' copies directories recursively"),
+        "-d" | "--dirs" => Some("'-r' copies directories with their contents"),
+        "-C" | "--cvs-exclude" => {
+            Some("nothing is compressed on the way; '--exclude PATTERN' leaves entries out, and may be repeated")
+        }
+        "--exclude-from" | "--include-from" | "--files-from" => {
+            Some("'--exclude PATTERN' and '--include PATTERN' may be repeated, with one pattern each")
+        }
+        "-f" | "--force" | "--filter" => {
+            Some("existing files are always replaced; '--include' and '--exclude' choose entries")
+        }
+        "--inplace" => Some("files are written under temporary names, and get their own when they are complete"),
+        "--delete-after" | "--delete-before" | "--delete-during" | "--delete-delay" | "--delete-excluded" => {
+            Some("'--delete' removes from the destination what the source does not have")
+        }
         "-c" | "--checksum" => Some("every block that is sent is verified; '-u' skips by size and time"),
         _ => None,
     }
@@ -212,7 +226,24 @@ fn endpoints<'a>(args: &'a CpArgs) -> Result<(Vec<Given<'a>>, Given<'a>), String
     if !is_local(&target) && !sources.iter().all(is_local) {
         return Err("cannot copy between two remote hosts; run 'thruway cp' on one of them".into());
     }
+    if !sources.iter().all(is_local) && !sources.iter().all(|(source, _)| is_together(source, &sources[0].0)) {
+        return Err("all sources must be on one host, in one export".into());
+    }
     Ok((sources, target))
+}
+
+/// Whether one session can read both sources, of another host.
+fn is_together(a: &Endpoint, b: &Endpoint) -> bool {
+    match (a, b) {
+        (
+            Endpoint::Daemon { host, port, export, .. },
+            Endpoint::Daemon { host: other, port: other_port, export: other_export, .. },
+        ) => (host, port, export) == (other, other_port, other_export),
+        (Endpoint::Ssh { host, path }, Endpoint::Ssh { host: other, path: other_path }) => {
+            host == other && path.starts_with(b"/") == other_path.starts_with(b"/")
+        }
+        _ => false,
+    }
 }
 
 /// Refuses invalid options, and options that do not apply to these sources and this destination.
@@ -281,6 +312,11 @@ fn copy(args: &CpArgs, common: &Common, sources: &[Given<'_>], target: &Given<'_
     job.id = job_id(args, sources, target, &job.export);
     job.options.itemize = args.dry_run || common.verbose > 0;
     let progress = Arc::new(Progress::default());
+    // The source directory itself has an empty path: messages about it name it as given.
+    let only = match sources {
+        [(_, text)] => Some(text.to_string_lossy().into_owned()),
+        _ => None,
+    };
     let (quiet, pulls) = (common.quiet, matches!(job.local, Local::Directory(_)));
     let (json, items) = (common.json, Arc::new(Mutex::new(Vec::new())));
     let itemized = Arc::clone(&items);
@@ -324,6 +360,10 @@ fn copy(args: &CpArgs, common: &Common, sources: &[Given<'_>], target: &Given<'_
                 )
             }
             None => message,
+        };
+        let path = match &only {
+            Some(only) if path.is_empty() && report.kind == ReportKind::Refused => only.clone(),
+            _ => path,
         };
         if path.is_empty() {
             thruway_cli::say_error!("thruway cp: {message}");
@@ -810,21 +850,14 @@ fn pull(
             let export = if path.first() == Some(&b'/') { ssh::ROOT } else { ssh::HOME };
             (remote, export.to_string())
         }
-        Endpoint::Local(_) => return Err("all sources must be on one host".into()),
+        Endpoint::Local(_) => unreachable!("checked by endpoints"),
     };
     let mut specs = Vec::new();
     for (endpoint, text) in sources {
-        let path = match (endpoint, &sources[0].0) {
-            (
-                Endpoint::Daemon { host, port, export, path, .. },
-                Endpoint::Daemon { host: h, port: p, export: e, .. },
-            ) if (host, port, export) == (h, p, e) => path.clone(),
-            (Endpoint::Ssh { host, path }, Endpoint::Ssh { host: h, path: first })
-                if host == h && path.starts_with(b"/") == first.starts_with(b"/") =>
-            {
-                tidy(path)
-            }
-            _ => return Err("all sources must be on one host, in one export".into()),
+        let path = match endpoint {
+            Endpoint::Daemon { path, .. } => path.clone(),
+            Endpoint::Ssh { path, .. } => tidy(path),
+            Endpoint::Local(_) => unreachable!("checked by endpoints"),
         };
         let last = path.rsplit(|b| *b == b'/').next().unwrap_or(b"");
         let contents = means_contents(text) || last.is_empty() || last == b"..";

@@ -154,10 +154,47 @@ fn options_of_other_programs_are_understood_or_explained() {
     fs::File::open(source.join("f")).unwrap().set_modified(SystemTime::UNIX_EPOCH).unwrap();
     cp(&lab, &args(&[&"-a", &source, &lab.path("copy")]));
     assert_eq!(fs::metadata(lab.path("copy/f")).unwrap().mtime(), 0);
-    for (option, hint) in [("-z", "nothing is compressed"), ("-P", "always resume"), ("-rc", "-u"), ("-rpR", "-r")] {
+    for (option, hint) in [
+        ("-z", "nothing is compressed"),
+        ("-P", "always resume"),
+        ("-rc", "-u"),
+        ("-rpR", "-r"),
+        ("-d", "'-r' copies directories"),
+        ("-C", "--exclude"),
+        ("-f", "always replaced"),
+        ("-t", "'-p' keeps mode"),
+        ("--inplace", "temporary names"),
+        ("--delete-after", "'--delete' removes"),
+        ("--exclude-from", "one pattern each"),
+    ] {
         let out = try_cp(&lab, &args(&[&option, &source, &lab.path("other")]));
         assert!(out.status.code() == Some(2) && stderr(&out).contains(hint), "{}", stderr(&out));
     }
+}
+
+#[test]
+fn sources_on_several_hosts_are_a_usage_error() {
+    let lab = Lab::new();
+    for sources in [["tw://one/e/a", "tw://two/e/a"], ["tw://one/e/a", "tw://one/f/a"], ["tw://one/e/a", "local"]] {
+        let out = try_cp(&lab, &args(&[&sources[0], &sources[1], &lab.path("target")]));
+        assert_eq!(out.status.code(), Some(2), "{}", stderr(&out));
+        assert!(stderr(&out).contains("all sources must be on one host"), "{}", stderr(&out));
+    }
+}
+
+#[test]
+fn errors_name_the_export_the_source_and_the_directory() {
+    let lab = Lab::new();
+    let served = lab.mkdir("served");
+    let daemon = lab.serve(&served);
+    let out = try_cp(&lab, &args(&[&daemon.url("e"), &lab.path("target")]));
+    let url = daemon.url("e").into_string().unwrap();
+    assert!(stderr(&out).contains(&format!("{url}: is a directory")), "{}", stderr(&out));
+    fs::remove_dir(&served).unwrap();
+    let out = thruway(lab.dir.path()).args(["ls", &url]).output().unwrap();
+    assert!(stderr(&out).contains(": e: No such file"), "{}", stderr(&out));
+    let out = thruway(lab.dir.path()).args(["clean"]).arg(lab.path("gone")).output().unwrap();
+    assert_eq!((out.status.code(), out.stdout.as_slice()), (Some(1), &b""[..]));
 }
 
 #[test]

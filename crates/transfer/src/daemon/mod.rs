@@ -18,6 +18,7 @@ use greetings::Greetings;
 use request::{Listing, Served, Work};
 use rustix::fs::{Mode, OFlags};
 use std::collections::HashMap;
+use std::fmt;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::net::{SocketAddr, TcpStream};
 use std::path::PathBuf;
@@ -185,7 +186,10 @@ impl Stopper {
             match authorized.principal(key) {
                 Some(now) if now == running.principal => continue,
                 Some(_) => running.cancel.cancel(AbortCode::Busy, "your rights have changed"),
-                None => running.cancel.cancel(AbortCode::Refused, "your key has been revoked"),
+                None => {
+                    tracing::info!(%key, "the key has been revoked: its session ends");
+                    running.cancel.cancel(AbortCode::Refused, "your key has been revoked");
+                }
             }
             ended.push(running.cancel.clone());
         }
@@ -401,9 +405,10 @@ impl Shared {
         let Caller { arrival, arrivals, registration, peer, origin } = caller;
         let shared = Arc::clone(self);
         let thread = std::thread::Builder::new().name("session".into()).stack_size(512 << 10);
+        let peer = Peer { address: peer, origin };
         let spawned = thread.spawn(move || {
             let known = AtomicBool::new(false);
-            let session = Session { shared: &shared, registration, peer, origin, known: &known };
+            let session = Session { shared: &shared, registration, peer, known: &known };
             // A panic ends its own session and no other.
             let outcome =
                 std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| session.run(arrival, arrivals, handshake)));
@@ -501,12 +506,25 @@ impl Drop for SessionPlace<'_> {
     }
 }
 
+/// The peer of a session, for messages: its address, or through shared memory its user.
+#[derive(Clone, Copy)]
+struct Peer {
+    address: SocketAddr,
+    origin: Origin,
+}
+
+impl fmt::Display for Peer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // The peer has no port.
+        if self.address.port() == 0 { self.origin.fmt(f) } else { self.address.fmt(f) }
+    }
+}
+
 /// One session on its thread.
 struct Session<'a> {
     shared: &'a Arc<Shared>,
     registration: Registration,
-    peer: SocketAddr,
-    origin: Origin,
+    peer: Peer,
     /// The peer has proved who it is.
     known: &'a AtomicBool,
 }
@@ -523,7 +541,7 @@ impl Session<'_> {
         lock(&self.shared.channels).set_device(&self.registration.token, &device);
         let (mut link, key) = Link::accept(device, arrival, &config.credentials, self.registration.token)?;
         let Some(principal) = self.principal(key) else {
-            let why = match self.origin {
+            let why = match self.peer.origin {
                 Origin::User(_) if config.local => {
                     "this daemon serves only the user it runs as without a key (--authorized-keys lets keys in, \
                      --anonymous everybody)"
@@ -536,7 +554,7 @@ impl Session<'_> {
         };
         let cancel = Cancel::new(link.device());
         link.end_with(&cancel);
-        let _listed = Listed::new(self.shared, &principal, self.origin, &cancel);
+        let _listed = Listed::new(self.shared, &principal, self.peer.origin, &cancel);
         if self.shared.stop.load(Ordering::SeqCst) {
             return self.refuse(link, AbortCode::Busy, "the daemon stops".into());
         }
@@ -546,7 +564,7 @@ impl Session<'_> {
         }
         drop(handshake);
         self.known.store(true, Ordering::SeqCst);
-        let Some(_place) = SessionPlace::take(self.shared, &principal, self.origin) else {
+        let Some(_place) = SessionPlace::take(self.shared, &principal, self.peer.origin) else {
             return self.refuse(link, AbortCode::Busy, "too many sessions; try again later".into());
         };
         lock(&self.shared.channels).admit(self.registration.token, Instant::now());
@@ -557,7 +575,7 @@ impl Session<'_> {
             Ok(work) => work,
             Err((code, why)) => return self.refuse(link, code, why),
         };
-        self.negotiate(link, Channels::Take(arrivals), &asked, work, (cancel, owner_of(&principal, self.origin)))
+        self.negotiate(link, Channels::Take(arrivals), &asked, work, (cancel, owner_of(&principal, self.peer.origin)))
     }
 
     fn refuse(&self, mut link: Link, code: AbortCode, why: String) -> Result<Option<Summary>, SessionError> {
@@ -597,7 +615,7 @@ impl Session<'_> {
             return Some(Principal::Operator);
         };
         let known = self.shared.authorized.read().expect("no panics under the lock").principal(&key);
-        let local = (self.shared.config.local && self.origin.is_own_user()).then_some(Principal::Operator);
+        let local = (self.shared.config.local && self.peer.origin.is_own_user()).then_some(Principal::Operator);
         known.or(local).or(self.shared.config.anonymous.then_some(Principal::Anonymous))
     }
 
@@ -738,7 +756,7 @@ fn open_exports(exports: &[Export]) -> Result<HashMap<String, Served>, StartErro
         })?;
         let Export { read_only, unconfined, .. } = *export;
         let is_top = export.dir == std::path::Path::new("/");
-        let served = Served { root: Arc::new(dir), read_only, unconfined, is_top };
+        let served = Served { name: export.name.clone(), root: Arc::new(dir), read_only, unconfined, is_top };
         opened.insert(export.name.clone(), served);
     }
     Ok(opened)

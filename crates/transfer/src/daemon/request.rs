@@ -40,6 +40,7 @@ fn refuse<T>(why: impl Into<String>) -> Result<T, Refusal> {
 
 /// An export that is being served.
 pub(super) struct Served {
+    pub(super) name: String,
     pub(super) root: Arc<OwnedFd>,
     pub(super) read_only: bool,
     /// Paths are the peer's own affair: links lead anywhere, as for a user of this machine.
@@ -49,8 +50,11 @@ pub(super) struct Served {
 }
 
 impl Served {
-    /// Path below the served directory, for messages.
+    /// Path below the served directory, for messages; the name of the export for the directory itself.
     fn shown(&self, path: &[u8]) -> String {
+        if path.is_empty() && !self.is_top {
+            return crate::escape(self.name.as_bytes());
+        }
         format!("{}{}", if self.is_top { "/" } else { "" }, crate::escape(path))
     }
 
