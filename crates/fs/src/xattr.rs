@@ -1,9 +1,16 @@
 //! Extended attributes of an entry named by directory and name.
 
+use crate::acl::Acl;
 use rustix::fs::XattrFlags;
+use rustix::io::Errno;
 use std::ffi::{CStr, CString};
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
+
+/// Access control list of an entry.
+pub const ACCESS_ACL: &CStr = c"system.posix_acl_access";
+/// Access control list that new entries of a directory inherit.
+pub const DEFAULT_ACL: &CStr = c"system.posix_acl_default";
 
 /// Attributes of one entry are kept up to this many bytes, as the kernel does.
 const TOTAL_MAX: usize = 64 << 10;
@@ -33,7 +40,7 @@ pub fn read(dir: BorrowedFd<'_>, name: &CStr) -> io::Result<Attributes> {
         if follow { rustix::fs::listxattr(path, buffer) } else { rustix::fs::llistxattr(path, buffer) }
     };
     let len = match list(&path, &mut names) {
-        Err(rustix::io::Errno::RANGE) => {
+        Err(Errno::RANGE) => {
             names.resize(TOTAL_MAX, 0);
             list(&path, &mut names)
         }
@@ -41,7 +48,7 @@ pub fn read(dir: BorrowedFd<'_>, name: &CStr) -> io::Result<Attributes> {
     };
     let len = match len {
         Ok(len) => len,
-        Err(rustix::io::Errno::NOTSUP) => return Ok(Vec::new()),
+        Err(Errno::NOTSUP) => return Ok(Vec::new()),
         Err(e) => return Err(e.into()),
     };
     let mut out = Vec::new();
@@ -59,7 +66,7 @@ pub fn read(dir: BorrowedFd<'_>, name: &CStr) -> io::Result<Attributes> {
         };
         match got {
             Ok(n) => out.push((attribute.to_vec(), value[..n].to_vec())),
-            Err(rustix::io::Errno::NODATA) => {}
+            Err(Errno::NODATA) => {}
             Err(e) => return Err(e.into()),
         }
     }
@@ -73,7 +80,7 @@ pub fn read(dir: BorrowedFd<'_>, name: &CStr) -> io::Result<Attributes> {
 pub fn read_open(file: BorrowedFd<'_>) -> io::Result<Attributes> {
     let mut names = [0u8; 256];
     match rustix::fs::flistxattr(file, &mut names) {
-        Ok(0) | Err(rustix::io::Errno::NOTSUP) => Ok(Vec::new()),
+        Ok(0) | Err(Errno::NOTSUP) => Ok(Vec::new()),
         _ => read(file, c""),
     }
 }
@@ -87,6 +94,70 @@ pub fn write(fd: BorrowedFd<'_>, attribute: &[u8], value: &[u8]) -> io::Result<(
     Ok(rustix::fs::setxattr(path_of(fd, c""), &attribute, value, XattrFlags::empty())?)
 }
 
+/// Names of all attributes of an open entry, an entry opened as a path included.
+///
+/// # Errors
+/// As `listxattr(2)`; a file system without attributes has none.
+pub fn names(fd: BorrowedFd<'_>) -> io::Result<Vec<CString>> {
+    let list = |buffer: &mut [u8]| match rustix::fs::flistxattr(fd, &mut *buffer) {
+        // The descriptor is a path.
+        Err(Errno::BADF) => rustix::fs::listxattr(path_of(fd, c""), buffer),
+        other => other,
+    };
+    let mut few = [0; 256];
+    let mut many = Vec::new();
+    let names = match list(&mut few) {
+        Err(Errno::RANGE) => {
+            many.resize(TOTAL_MAX, 0);
+            list(&mut many).map(|len| &many[..len])
+        }
+        other => other.map(|len| &few[..len]),
+    };
+    match names {
+        Ok(names) => {
+            let names = names.split(|b| *b == 0).filter(|name| !name.is_empty());
+            Ok(names.map(|name| CString::new(name).expect("split at NUL")).collect())
+        }
+        Err(Errno::NOTSUP) => Ok(Vec::new()),
+        Err(e) => Err(e.into()),
+    }
+}
+
+/// Removes an attribute of an open entry. A missing attribute is no error.
+///
+/// # Errors
+/// As `removexattr(2)`.
+pub fn remove(fd: BorrowedFd<'_>, attribute: &CStr) -> io::Result<()> {
+    match rustix::fs::removexattr(path_of(fd, c""), attribute) {
+        Ok(()) | Err(Errno::NODATA | Errno::NOTSUP) => Ok(()),
+        Err(e) => Err(e.into()),
+    }
+}
+
+/// Replaces the access control list of an open entry by permission bits. No user has more rights in between: the kernel changes the
+/// mode in the same step.
+///
+/// # Errors
+/// As `setxattr(2)`.
+pub fn replace_acl(fd: BorrowedFd<'_>, mode: u32) -> io::Result<()> {
+    write(fd, ACCESS_ACL.to_bytes(), &Acl::from_mode(mode).encode())
+}
+
+/// True if new entries of a directory inherit an access control list; `None` if its file system has no such lists.
+pub fn has_default_acl(dir: BorrowedFd<'_>) -> Option<bool> {
+    let mut none = [0; 0];
+    let len = match rustix::fs::fgetxattr(dir, DEFAULT_ACL, &mut none[..]) {
+        // The descriptor is a path.
+        Err(Errno::BADF) => rustix::fs::getxattr(path_of(dir, c""), DEFAULT_ACL, &mut none[..]),
+        other => other,
+    };
+    match len {
+        Ok(_) => Some(true),
+        Err(Errno::NOTSUP) => None,
+        Err(_) => Some(false),
+    }
+}
+
 /// True if an open entry has an extended attribute with this value.
 pub fn has(fd: BorrowedFd<'_>, attribute: &[u8], value: &[u8]) -> bool {
     let Ok(attribute) = CString::new(attribute) else { return false };
@@ -94,11 +165,14 @@ pub fn has(fd: BorrowedFd<'_>, attribute: &[u8], value: &[u8]) -> bool {
     rustix::fs::getxattr(path_of(fd, c""), &attribute, present.as_mut_slice()).is_ok_and(|len| present[..len] == *value)
 }
 
-/// Gives an open file the access control list of an entry of a directory, if that has one. Best effort.
-pub fn copy_acl(dir: BorrowedFd<'_>, from: &CStr, to: BorrowedFd<'_>) {
-    const ACL: &CStr = c"system.posix_acl_access";
+/// Gives an open file the access control list of an entry of a directory; if that has none, its permission bits `mode` replace a
+/// list that the file has inherited. Best effort.
+pub fn copy_acl(dir: BorrowedFd<'_>, from: &CStr, mode: u32, to: BorrowedFd<'_>) {
     let mut value = vec![0; 4096];
-    if let Ok(n) = rustix::fs::lgetxattr(path_of(dir, from), ACL, value.as_mut_slice()) {
-        let _ = rustix::fs::setxattr(path_of(to, c""), ACL, &value[..n], XattrFlags::empty());
+    let read = |path: CString, value: &mut [u8]| rustix::fs::lgetxattr(path, ACCESS_ACL, value);
+    if let Ok(n) = read(path_of(dir, from), &mut value) {
+        let _ = write(to, ACCESS_ACL.to_bytes(), &value[..n]);
+    } else if rustix::fs::getxattr(path_of(to, c""), ACCESS_ACL, value.as_mut_slice()).is_ok() {
+        let _ = replace_acl(to, mode);
     }
 }

@@ -10,6 +10,7 @@ use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 use std::path::Path;
 use std::process::{Command, Stdio};
 use support::*;
+use thruway_fs::acl::{Acl, Entry, Who};
 
 fn args(list: &[&dyn AsRef<OsStr>]) -> Vec<OsString> {
     list.iter().map(|a| a.as_ref().to_os_string()).collect()
@@ -488,6 +489,89 @@ fn permissions_of_what_is_there_are_not_widened() {
     mode(&source, 0o710);
     cp(&lab, &args(&[&"-rp", &slash(&source), &lab.path("fresh")]));
     assert_eq!(mode_of(lab.path("fresh")), 0o710);
+}
+
+/// Sets an access control list: the rights of the owner, of [`NOBODY`], of the owning group, the mask, and the rights of others.
+fn set_acl(path: &Path, name: &str, [owner, nobody, group, mask, others]: [u8; 5]) {
+    let entry = |who, permissions| Entry { who, permissions };
+    let mut entries = vec![entry(Who::Owner, owner), entry(Who::OwningGroup, group), entry(Who::Others, others)];
+    if mask > 0 {
+        entries.extend([entry(Who::User(NOBODY), nobody), entry(Who::Mask, mask)]);
+    }
+    let value = Acl::new(entries).unwrap().encode();
+    let name = format!("system.posix_acl_{name}");
+    rustix::fs::setxattr(path, name, &value, rustix::fs::XattrFlags::empty()).unwrap();
+}
+
+/// Permissions and access control lists of an entry.
+fn rights(path: &Path) -> (u32, [Option<Vec<u8>>; 2]) {
+    let list = |name: &str| {
+        let mut value = vec![0; 4096];
+        let len = rustix::fs::lgetxattr(path, format!("system.posix_acl_{name}"), &mut value[..]).ok()?;
+        Some(value[..len].to_vec())
+    };
+    (mode_of(path), ["access", "default"].map(list))
+}
+
+#[test]
+fn copies_with_p_have_the_access_control_lists_of_the_source() {
+    let lab = Lab::new();
+    mode(lab.dir.path(), 0o755);
+    let source = lab.mkdir("source");
+    write(source.join("private"), "secret");
+    write(source.join("dir/private"), "secret");
+    write(source.join("dir/large"), &"secret".repeat(1 << 20));
+    write(source.join("listed"), "of more users");
+    rustix::fs::mkfifoat(rustix::fs::CWD, source.join("fifo"), rustix::fs::Mode::from_raw_mode(0o640)).unwrap();
+    let entries = ["private", "dir/private", "dir/large", "listed", "fifo", "dir", "team", "open"];
+    for name in &entries[..5] {
+        mode(source.join(name), 0o640);
+    }
+    mode(source.join("dir"), 0o750);
+    for (name, permissions) in [("team", 0o750), ("open", 0o755)] {
+        fs::create_dir(source.join(name)).unwrap();
+        mode(source.join(name), permissions);
+    }
+    write(source.join("open/f"), "x");
+    set_acl(&source.join("listed"), "access", [6, 4, 0, 4, 0]);
+    set_acl(&source.join("team"), "default", [7, 5, 5, 5, 0]);
+    let reads = |path: &Path| {
+        let mut cat = Command::new("cat");
+        std::os::unix::process::CommandExt::uid(std::os::unix::process::CommandExt::gid(&mut cat, NOBODY), NOBODY);
+        cat.arg(path).output().unwrap().status.success()
+    };
+    for (number, default) in [[7, 7, 7, 7, 7], [7, 0, 0, 0, 0]].into_iter().enumerate() {
+        let served = lab.mkdir(&format!("served{number}"));
+        set_acl(&served, "default", default);
+        // Another owner of a directory can set such a list at any time.
+        let owned = served.join("owned");
+        fs::create_dir(&owned).unwrap();
+        std::os::unix::fs::chown(&owned, Some(NOBODY), None).unwrap();
+        let daemon = lab.serve(&served);
+        for target in [os(served.join("local")), os(daemon.url("e/remote")), os(owned.join("copy"))] {
+            cp(&lab, &args(&[&"-a", &source, &target]));
+        }
+        for copy in [served.join("local"), served.join("remote"), owned.join("copy")] {
+            for name in entries.iter().chain(&["open/f", ""]) {
+                assert_eq!(rights(&copy.join(name)), rights(&source.join(name)), "{name} of {}", copy.display());
+            }
+            for name in &entries[..3] {
+                assert!(!reads(&copy.join(name)), "{name} of {}", copy.display());
+            }
+            assert!(reads(&copy.join("listed")), "{}", copy.display());
+        }
+        // Without -p, the list of the directory applies, as with cp.
+        cp(&lab, &args(&[&source.join("private"), &served.join("new")]));
+        let (_, [access, _]) = rights(&served.join("new"));
+        assert_eq!(access.is_some(), number == 0);
+        // A file that is replaced keeps its permissions.
+        write(owned.join("kept"), "x");
+        mode(owned.join("kept"), 0o640);
+        rustix::fs::removexattr(owned.join("kept"), "system.posix_acl_access").ok();
+        mode(owned.join("kept"), 0o640);
+        cp(&lab, &args(&[&source.join("open/f"), &owned.join("kept")]));
+        assert_eq!(rights(&owned.join("kept")), (0o640, [None, None]));
+    }
 }
 
 #[test]

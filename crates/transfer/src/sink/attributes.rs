@@ -11,6 +11,7 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use thruway_fs::Identity;
+use thruway_fs::xattr::{ACCESS_ACL, DEFAULT_ACL};
 
 /// How far a source is trusted with attributes that give rights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -67,6 +68,17 @@ impl Shortcomings {
     pub(crate) fn is_none(&self) -> bool {
         !self.any
     }
+}
+
+/// Extended attributes that an entry may have before it gets those of the source.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Before {
+    /// None: the entry was made where nothing is inherited.
+    Nothing,
+    /// The entry was made by this job, below a directory with a default access control list.
+    Inherited,
+    /// Any: the entry was there before, or others had access to it.
+    Anything,
 }
 
 /// An entry that cannot be opened for reading without following or waiting, and what it is.
@@ -145,10 +157,40 @@ impl Tree {
     /// A file is made with its final permissions only if that gives nobody more than the whole
     /// file will: special bits are set last, when owner and content are right, and a file that its owner may not
     /// write could not be given extended attributes.
-    pub(crate) fn mode_at_creation(&self, meta: &Meta) -> (Mode, bool) {
+    pub(crate) fn mode_at_creation(&self, meta: &Meta, before: Before) -> (Mode, bool) {
         let wanted = self.mode(meta);
-        let plain = wanted & (0o7000 | self.umask) == 0 && meta.xattrs.is_empty();
+        // The mode of a file is the most that an inherited access control list gives.
+        let plain = before == Before::Nothing && wanted & (0o7000 | self.umask) == 0 && meta.xattrs.is_empty();
         if plain { (Mode::from_raw_mode(wanted), true) } else { (Mode::from_raw_mode(0o600), false) }
+    }
+
+    /// Extended attributes of a new entry of this directory. Without `-p`, an inherited access control list stays.
+    pub(crate) fn inherited(&self, dir: BorrowedFd<'_>) -> Before {
+        if !self.manner.preserve {
+            return Before::Nothing;
+        }
+        // Another owner may set a default list at any time.
+        let is_safe = || {
+            let owner = rustix::fs::fstat(dir).map(|stat| stat.st_uid);
+            owner.is_ok_and(|uid| uid == 0 || uid == rustix::process::geteuid().as_raw())
+        };
+        match thruway_fs::xattr::has_default_acl(dir) {
+            None => Before::Nothing,
+            Some(false) if is_safe() => Before::Nothing,
+            Some(_) => Before::Inherited,
+        }
+    }
+
+    /// Removes what a directory of the job has inherited. Until then, its mode is 0700.
+    pub(super) fn drop_inherited(dir: BorrowedFd<'_>) -> io::Result<()> {
+        for name in thruway_fs::xattr::names(dir)? {
+            if *name == *ACCESS_ACL {
+                thruway_fs::xattr::replace_acl(dir, 0o700)?;
+            } else if *name == *DEFAULT_ACL {
+                thruway_fs::xattr::remove(dir, &name)?;
+            }
+        }
+        Ok(())
     }
 
     fn keeps_owner(&self) -> bool {
@@ -161,7 +203,7 @@ impl Tree {
     }
 
     /// Applies attributes to an open file or directory; those that could not be kept are told.
-    pub(crate) fn apply(&self, fd: BorrowedFd<'_>, meta: &Meta, mode_is_right: bool) -> Shortcomings {
+    pub(crate) fn apply(&self, fd: BorrowedFd<'_>, meta: &Meta, mode_is_right: bool, before: Before) -> Shortcomings {
         let mut short = Shortcomings::default();
         if self.keeps_owner() {
             let (uid, gid) = (rustix::fs::Uid::from_raw(meta.uid), rustix::fs::Gid::from_raw(meta.gid));
@@ -177,7 +219,9 @@ impl Tree {
         let (acls, others): (Vec<_>, Vec<_>) =
             meta.xattrs.iter().filter(|_| self.manner.preserve).partition(|(name, _)| name.starts_with(b"system."));
         self.write_xattrs(&mut short, fd, &others);
-        if mode_is_right {
+        if !self.drop_others(&mut short, fd, meta, before) {
+            // The mode would give rights to users in the list that is still there.
+        } else if mode_is_right {
             self.tell_set_id(&mut short, meta, self.mode(meta));
         } else if let Err(e) = self.set_mode(&mut short, fd, meta) {
             short.push(format!("mode {:o}: {e}", self.mode(meta)));
@@ -245,7 +289,7 @@ impl Tree {
             self.tell_owner(&mut short, e.into());
         }
         // The umask took bits away; a link has none.
-        if kind != FileType::Symlink {
+        if kind != FileType::Symlink && self.drop_others(&mut short, entry.as_fd(), meta, Before::Inherited) {
             if let Err(e) = entry.chmod(self.mode(meta)) {
                 short.push(format!("mode {:o}: {}", self.mode(meta), io::Error::from(e)));
             }
@@ -324,6 +368,58 @@ impl Tree {
     /// True if the source may set an attribute. A peer without privileges may set only attributes that grant no rights.
     fn may_set(&self, name: &[u8]) -> bool {
         self.manner.trust == Trust::Operator || name.starts_with(b"user.") || name.starts_with(b"system.posix_acl_")
+    }
+
+    /// True for extended attributes that a copy with `-p` removes if the source does not have them. Others are those that an
+    /// unprivileged source cannot list (`trusted.*`) and those of the system of the destination (labels).
+    pub(super) fn is_compared(&self, name: &[u8]) -> bool {
+        name.starts_with(b"user.")
+            || name == ACCESS_ACL.to_bytes()
+            || name == DEFAULT_ACL.to_bytes()
+            || (name == CAPABILITIES && self.keeps_owner() && self.privileged)
+    }
+
+    /// Removes extended attributes that the source does not have. Sets the access control list before the mode, which would give
+    /// rights to users in another list, or to the group. False if another list is still there.
+    fn drop_others(&self, short: &mut Shortcomings, fd: BorrowedFd<'_>, meta: &Meta, before: Before) -> bool {
+        if !self.manner.preserve {
+            return true;
+        }
+        let value_of = |name: &CStr| meta.xattrs.iter().find(|(other, _)| other == name.to_bytes()).map(|(_, v)| v);
+        // A failure is reported when it is set again, after the mode.
+        let is_set =
+            value_of(ACCESS_ACL).is_some_and(|v| thruway_fs::xattr::write(fd, ACCESS_ACL.to_bytes(), v).is_ok());
+        if before == Before::Nothing {
+            return true;
+        }
+        let names = match thruway_fs::xattr::names(fd) {
+            Ok(names) => names,
+            Err(e) => {
+                short.push(format!("listing its extended attributes: {e}"));
+                return false;
+            }
+        };
+        let mut is_safe = true;
+        for name in names {
+            let is_list = *name == *ACCESS_ACL;
+            let is_wanted = if is_list { is_set } else { value_of(&name).is_some() };
+            let is_unknown = meta.xattrs_partial && before == Before::Anything;
+            if is_wanted || is_unknown || !self.is_compared(name.to_bytes()) {
+                continue;
+            }
+            let dropped = match is_list {
+                true => thruway_fs::xattr::replace_acl(fd, self.mode(meta)),
+                false => thruway_fs::xattr::remove(fd, &name),
+            };
+            let Err(e) = dropped else { continue };
+            is_safe &= !is_list;
+            let sentence = format!("extended attribute {} not removed: {e}", crate::escape(name.to_bytes()));
+            match e.raw_os_error() {
+                Some(libc::EPERM | libc::EACCES) => short.refuse(sentence),
+                _ => short.push(sentence),
+            }
+        }
+        is_safe
     }
 
     fn write_xattrs(&self, short: &mut Shortcomings, fd: BorrowedFd<'_>, attributes: &[&(Vec<u8>, Vec<u8>)]) {

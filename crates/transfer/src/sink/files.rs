@@ -2,7 +2,7 @@
 //!
 //! Runs on workers and on the storage thread; the session's own thread only counts.
 
-use super::attributes::Shortcomings;
+use super::attributes::{Before, Shortcomings};
 use super::commit::{Committer, Content, Finished};
 use super::deferred::Deferred;
 use super::journal::{Earlier, Journal, Key, Range, Version, key_of};
@@ -114,8 +114,8 @@ pub(super) enum Promise {
     Attributes { identity: Identity, ours: bool },
 }
 
-/// A directory of the destination that is kept open, with its path.
-type OpenDirectory = Option<(Vec<u8>, Arc<OwnedFd>)>;
+/// A directory of the destination that is kept open, with its path and what new files inherit from it.
+type OpenDirectory = Option<(Vec<u8>, Arc<OwnedFd>, Before)>;
 
 /// A pack that is being unpacked.
 struct Pack {
@@ -498,18 +498,19 @@ impl Files {
         last_dir: &mut OpenDirectory,
     ) -> io::Result<Finished> {
         let (parent, name) = beneath::split(path);
-        let dir = match last_dir {
-            Some((path, dir)) if path == parent => Arc::clone(dir),
+        let (dir, before) = match last_dir {
+            Some((path, dir, before)) if path == parent => (Arc::clone(dir), *before),
             _ => {
                 let dir = self.tree.directory(parent)?;
-                *last_dir = Some((parent.to_vec(), Arc::clone(&dir)));
-                dir
+                let before = self.tree.inherited(dir.as_fd());
+                *last_dir = Some((parent.to_vec(), Arc::clone(&dir), before));
+                (dir, before)
             }
         };
         let name = CString::new(name)?;
         let key = key_of(path);
         self.enter(key)?;
-        let written = self.write_small(&Place { dir, name }, (path, parent, key), meta, content, open);
+        let written = self.write_small(&Place { dir, name }, (path, parent, key), (meta, before), content, open);
         if written.is_err() {
             self.leave(&key);
         }
@@ -520,13 +521,13 @@ impl Files {
         &self,
         place: &Place,
         (path, parent, key): (&[u8], &[u8], Key),
-        meta: &Meta,
+        (meta, before): (&Meta, Before),
         content: &[u8],
         open_files: usize,
     ) -> io::Result<Finished> {
         let temp = temp_name(&place.name, &self.job, &key);
         let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-        let (mode, mode_is_right) = self.tree.mode_at_creation(meta);
+        let (mode, mode_is_right) = self.tree.mode_at_creation(meta, before);
         let open = || rustix::fs::openat(&place.dir, &temp, flags, mode);
         let opened = match self.tree.writing(parent, open) {
             // Left by an attempt that was killed; what that had asked a server of files to do may still be done meanwhile.
@@ -538,7 +539,7 @@ impl Files {
         };
         let mut file = File::from(opened?);
         let named = file.write_all(content).and_then(|()| {
-            let short = self.tree.apply(file.as_fd(), meta, mode_is_right);
+            let short = self.tree.apply(file.as_fd(), meta, mode_is_right, before);
             Ok((Identity::of(&file, c"")?.0, short))
         });
         let (identity, short) = named.inspect_err(|_| {
@@ -824,7 +825,7 @@ impl Files {
             self.leave(&file.key);
             return self.events.send(SessionEvent::Progressed);
         }
-        let short = self.tree.apply(file.file.as_fd(), &file.meta, false);
+        let short = self.tree.apply(file.file.as_fd(), &file.meta, false, Before::Inherited);
         let lacking = !short.is_none();
         self.fell_short(&file.path, short);
         if let Some(journal) = &self.journal {

@@ -71,6 +71,7 @@ impl Walker {
         | Record::Attributes { path, meta } = record
         {
             meta.xattrs.clear();
+            meta.xattrs_partial = true;
             let why = format!(
                 "its extended attributes take {} bytes, more than a block has room for, and are not kept; \
                  a larger --block-size helps",
@@ -92,10 +93,8 @@ impl Walker {
         let mut meta = meta_of(&stat);
         if self.params.options.preserve {
             match thruway_fs::xattr::read_open(file.as_fd()) {
-                Ok(xattrs) => meta.xattrs = self.bounded(&c.path, xattrs),
-                Err(e) => {
-                    self.tell(&c.path, ReportKind::Incomplete, unreadable(format_args!("extended attributes: {e}")))
-                }
+                Ok(xattrs) => self.add_xattrs(&c.path, &mut meta, xattrs),
+                Err(e) => self.tell_unread(&c.path, &mut meta, &e),
             }
         }
         let size = size as usize;
@@ -148,7 +147,7 @@ impl Walker {
         let direct = !endless && !self.from_files && self.wants_direct(&file, size) && file.set_direct(true);
         let mut meta = meta_of(&stat);
         if self.params.options.preserve && !endless {
-            meta.xattrs = self.meta(&c.from, &c.path, &stat).xattrs;
+            meta = self.meta(&c.from, &c.path, &stat);
         }
         let number = self.next_file;
         self.next_file += 1;

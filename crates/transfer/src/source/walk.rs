@@ -565,20 +565,27 @@ impl Walker {
             let read =
                 from.dir().map_err(io::Error::from).and_then(|dir| thruway_fs::xattr::read(dir.as_fd(), &from.name));
             match read {
-                Ok(xattrs) => meta.xattrs = self.bounded(path, xattrs),
-                Err(e) => self.tell(path, ReportKind::Incomplete, unreadable(format_args!("extended attributes: {e}"))),
+                Ok(xattrs) => self.add_xattrs(path, &mut meta, xattrs),
+                Err(e) => self.tell_unread(path, &mut meta, &e),
             }
         }
         meta
     }
 
-    /// The extended attributes that a record can carry. Reports the rest.
-    pub(super) fn bounded(&self, path: &[u8], mut xattrs: xattr::Attributes) -> xattr::Attributes {
+    /// Adds the extended attributes that a record can carry. Reports the rest.
+    pub(super) fn add_xattrs(&self, path: &[u8], meta: &mut Meta, mut xattrs: xattr::Attributes) {
         if xattrs.len() > XATTRS_MAX {
             self.tell(path, ReportKind::Incomplete, format!("more than {XATTRS_MAX} extended attributes"));
             xattrs.truncate(XATTRS_MAX);
+            meta.xattrs_partial = true;
         }
-        xattrs
+        meta.xattrs = xattrs;
+    }
+
+    /// Reports extended attributes that cannot be read.
+    pub(super) fn tell_unread(&self, path: &[u8], meta: &mut Meta, error: &io::Error) {
+        self.tell(path, ReportKind::Incomplete, unreadable(format_args!("extended attributes: {error}")));
+        meta.xattrs_partial = true;
     }
 
     fn offer(&mut self, mut candidate: Candidate) -> Walk {
@@ -666,5 +673,6 @@ pub(super) fn meta_of(stat: &Stat) -> Meta {
         ctime: (stat.st_ctime, stat.st_ctime_nsec as u32),
         size: stat.st_size as u64,
         xattrs: Vec::new(),
+        xattrs_partial: false,
     }
 }

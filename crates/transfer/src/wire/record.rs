@@ -22,6 +22,8 @@ pub struct Meta {
     /// Extended attributes, if they are to be kept: at most [`XATTRS_MAX`].
     #[serde(deserialize_with = "bounded_xattrs")]
     pub xattrs: Vec<(Vec<u8>, Vec<u8>)>,
+    /// Some extended attributes are missing from the list: they could not be read, or there are too many.
+    pub xattrs_partial: bool,
 }
 
 /// Most extended attributes of an entry. Linux lists names of at most 64 KiB.

@@ -235,7 +235,8 @@ impl Tree {
             return Err(io::Error::new(io::ErrorKind::InvalidData, "not a special file"));
         }
         let place = self.place(path)?;
-        let mode = Mode::from_raw_mode(self.mode(meta) & 0o777);
+        // With -p, it gets its mode after an inherited access control list is removed.
+        let mode = Mode::from_raw_mode(if self.manner.preserve { 0o600 } else { self.mode(meta) & 0o777 });
         self.replace(path, &place, (true, None), |dir, name| rustix::fs::mknodat(dir, name, kind, mode, rdev))?;
         self.changed().many = true;
         Ok(self.apply_unopened(&place.dir, &place.name, kind, meta))
@@ -403,8 +404,9 @@ impl Tree {
                 if self.privileged {
                     file.chown(stat.st_uid, stat.st_gid)?;
                 }
+                // Before the mode, which gives rights to users in an inherited list.
+                thruway_fs::xattr::copy_acl(place.dir.as_fd(), &place.name, stat.st_mode, file.as_fd());
                 file.chmod(stat.st_mode & 0o1777)?;
-                thruway_fs::xattr::copy_acl(place.dir.as_fd(), &place.name, file.as_fd());
                 open.iter().for_each(|open| self.sync_if_by_file(open));
                 Ok(())
             }

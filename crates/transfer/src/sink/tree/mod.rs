@@ -14,7 +14,7 @@ pub(crate) use entries::{check_destination, check_disk};
 pub(crate) use names::{JOURNAL_PREFIX, JOURNAL_SUFFIX, OWN_AGE_MAX_S, is_own_name, temp_name, temporary_of};
 
 use super::RootNames;
-use super::attributes::{Shortcomings, Told, Trust};
+use super::attributes::{Before, Shortcomings, Told, Trust};
 use super::journal::{Journal, Key, key_of};
 use super::made::{Made, is_new};
 use crate::wire::Meta;
@@ -255,7 +255,9 @@ impl Tree {
         if let Some((journal, key)) = &journal {
             journal.directory(key, Made::Begun(since));
         }
-        let made = match self.writing(split(path).0, || rustix::fs::mkdirat(&place.dir, &place.name, mode)) {
+        let inherits = self.inherited(place.dir.as_fd()) == Before::Inherited;
+        let first = if inherits { Mode::RWXU } else { mode };
+        let made = match self.writing(split(path).0, || rustix::fs::mkdirat(&place.dir, &place.name, first)) {
             Ok(()) => self.identify(place, since),
             Err(Errno::EXIST) => Ok(None),
             Err(e) => Err(e.into()),
@@ -265,6 +267,14 @@ impl Tree {
                 Ok(Some(made)) => journal.directory(key, made),
                 _ => journal.no_directory(key),
             }
+        }
+        if let (true, Ok(Some(made))) = (inherits, &made) {
+            // After a failure, the mode stays 0700 until the attributes of the directory are applied.
+            let _ = self.open_made(path, *made).and_then(|dir| {
+                let Some(dir) = dir else { return Ok(()) };
+                Tree::drop_inherited(dir.as_fd())?;
+                self.set_permissions(&dir, mode.as_raw_mode() & !self.umask)
+            });
         }
         made
     }
@@ -397,6 +407,9 @@ impl Tree {
         let made = match (new, early.or(before)) {
             (None, Some(earlier)) => match self.open_made(path, earlier)? {
                 Some(dir) => {
+                    if self.manner.preserve {
+                        Tree::drop_inherited(dir.as_fd())?;
+                    }
                     self.set_permissions(&dir, mode & !self.umask)?;
                     Some(Made::Done(Identity::of(&dir, c"")?.0.fingerprint()))
                 }
@@ -458,7 +471,7 @@ impl Tree {
         // The mode that it had is not to come back.
         self.unlocked.lock().expect("no panics under the lock").retain(|unlocked| unlocked.path != path);
         if self.manner.preserve {
-            let short = self.apply(dir.as_fd(), meta, false);
+            let short = self.apply(dir.as_fd(), meta, false, Before::Anything);
             self.sync_if_by_file(&*dir);
             return Ok(short);
         }
@@ -481,7 +494,7 @@ impl Tree {
         }
         self.note(split(path).0, &place.dir)?;
         self.changed().many = true;
-        let short = self.apply(file.as_fd(), meta, false);
+        let short = self.apply(file.as_fd(), meta, false, Before::Anything);
         self.sync_if_by_file(&file);
         let (_, stat) = Identity::of(&file, c"")?;
         Ok((short, nanoseconds(stat.stx_ctime)))
