@@ -5,6 +5,7 @@ mod support;
 use std::ffi::{OsStr, OsString};
 use std::fs;
 use std::io::{BufRead, BufReader};
+use std::os::fd::AsFd;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 use std::path::Path;
@@ -572,6 +573,69 @@ fn copies_with_p_have_the_access_control_lists_of_the_source() {
         cp(&lab, &args(&[&source.join("open/f"), &owned.join("kept")]));
         assert_eq!(rights(&owned.join("kept")), (0o640, [None, None]));
     }
+}
+
+#[test]
+fn attributes_that_only_the_copy_has_are_removed_with_p() {
+    let lab = Lab::new();
+    let (source, served) = (lab.mkdir("source"), lab.mkdir("served"));
+    for name in ["f", "dir/g"] {
+        write(source.join(name), name);
+    }
+    let daemon = lab.serve(&served);
+    let none = rustix::fs::XattrFlags::empty();
+    for (copy, target) in [(lab.path("local"), os(lab.path("local"))), (served.join("new"), os(daemon.url("e/new")))] {
+        rustix::fs::setxattr(source.join("f"), "user.kept", b"v", none).unwrap();
+        let update = |option: &str| {
+            let result = cp(&lab, &args(&[&"-au", &option, &slash(&source), &target]));
+            let item = |item: &serde_json::Value| format!("{} {}", item["path"], item["reason"]).replace('"', "");
+            let mut items: Vec<String> = result["items"].as_array().unwrap().iter().map(item).collect();
+            items.sort();
+            items
+        };
+        cp(&lab, &args(&[&"-a", &slash(&source), &target]));
+        assert!(update("-n").is_empty());
+        rustix::fs::setxattr(copy.join("f"), "user.extra", b"v", none).unwrap();
+        rustix::fs::setxattr(copy.join("dir"), "user.extra", b"v", none).unwrap();
+        set_acl(&copy.join("dir/g"), "access", [6, 4, 4, 4, 4]);
+        // Not every source can list these, so they stay.
+        rustix::fs::setxattr(copy.join("f"), "trusted.extra", b"v", none).unwrap();
+        for option in ["-n", "-v"] {
+            assert_eq!(update(option), ["dir attributes", "dir/g attributes", "f attributes"], "{option}");
+        }
+        assert!(update("-n").is_empty());
+        assert_eq!(rights(&copy.join("dir/g")), rights(&source.join("dir/g")));
+        let list = |path: &Path| {
+            let mut names = vec![0; 4096];
+            let len = rustix::fs::listxattr(path, &mut names[..]).unwrap();
+            String::from_utf8(names[..len].to_vec()).unwrap()
+        };
+        let kept = list(&copy.join("f"));
+        assert!(kept.contains("user.kept") && kept.contains("trusted.extra"), "{kept:?}");
+        assert!(!kept.contains("user.extra") && !list(&copy.join("dir")).contains("user.extra"), "{kept:?}");
+    }
+    // A key without the right to replace changes nothing that exists; what it creates has the attributes of the source.
+    let (key, allowed) = (lab.path("key"), lab.path("allowed"));
+    assert!(thruway(lab.dir.path()).args(["keygen", "--quiet", "--output"]).arg(&key).status().unwrap().success());
+    let public = fs::read_to_string(key.with_extension("pub")).unwrap();
+    fs::write(&allowed, format!("read,create {public}")).unwrap();
+    let keys = [OsStr::new("--authorized-keys"), allowed.as_os_str(), OsStr::new("--export")];
+    let daemon = Daemon::start(&[&keys[..], &[&export("e", &served, "")]].concat());
+    let copy = served.join("new");
+    rustix::fs::setxattr(copy.join("f"), "user.extra", b"v", none).unwrap();
+    set_acl(&copy, "default", [7, 7, 7, 7, 7]);
+    set_acl(&copy.join("dir"), "default", [7, 7, 7, 7, 7]);
+    let before = (rights(&copy), rights(&copy.join("dir")));
+    for name in ["dir/created", "created/inner"] {
+        write(source.join(name), "secret");
+        mode(source.join(name), 0o640);
+    }
+    cp(&lab, &args(&[&"-au", &"--key", &key, &slash(&source), &daemon.url("e/new")]));
+    for name in ["dir/created", "created/inner", "created"] {
+        assert_eq!(rights(&copy.join(name)), rights(&source.join(name)), "{name}");
+    }
+    assert_eq!((rights(&copy), rights(&copy.join("dir"))), before);
+    assert!(thruway_fs::xattr::has(fs::File::open(copy.join("f")).unwrap().as_fd(), b"user.extra", b"v"));
 }
 
 #[test]

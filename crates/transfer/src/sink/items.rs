@@ -1,6 +1,7 @@
 //! Items of a copy: one for each entry that is changed (in a dry run: would be changed), with the reason.
 
 use super::files::Files;
+use super::tree::Place;
 use crate::wire::{Meta, Record, Report, ReportKind};
 use rustix::fs::{AtFlags, FileType, Stat};
 use std::os::fd::AsFd;
@@ -106,14 +107,17 @@ impl Files {
         let same = (stat.st_mtime, stat.st_mtime_nsec as u32) == meta.mtime
             && (is_link || stat.st_mode & 0o7777 == self.tree.mode(meta))
             && self.tree.has_owner(stat, meta);
-        if !same || meta.xattrs.is_empty() {
-            return Some(same);
+        if !same {
+            return Some(false);
         }
+        let read = |place: Place| thruway_fs::xattr::read(place.dir.as_fd(), &place.name);
+        let Ok(here) = self.tree.find(path).and_then(read) else { return Some(false) };
+        let mut compared = here.iter().filter(|(name, _)| self.tree.is_compared(name));
         if !self.tree.manner.readable {
-            return None;
+            return (meta.xattrs.is_empty() && compared.next().is_none()).then_some(true);
         }
-        let here = self.tree.find(path).and_then(|place| thruway_fs::xattr::read(place.dir.as_fd(), &place.name));
-        Some(here.is_ok_and(|here| meta.xattrs.iter().all(|attribute| here.contains(attribute))))
+        let is_at_source = |name: &Vec<u8>| meta.xattrs_partial || meta.xattrs.iter().any(|(other, _)| other == name);
+        Some(meta.xattrs.iter().all(|one| here.contains(one)) && compared.all(|(name, _)| is_at_source(name)))
     }
 
     fn target_reason(&self, path: &[u8], target: &[u8]) -> Option<&'static str> {
