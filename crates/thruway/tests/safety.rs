@@ -376,22 +376,42 @@ fn names_like_our_own_are_files_like_any_other() {
     assert_same(&source, &served, Compare::Content);
     let listed = thruway(lab.dir.path()).arg("ls").arg(daemon.url("e/")).output().unwrap();
     assert!(String::from_utf8_lossy(&listed.stdout).contains(".report.txt.tw-20240101"));
-    // What another copy is writing right here is no file yet.
+    // What another copy is writing right here is no file yet. Under the name of a directory it could block another job.
     let source = lab.mkdir("receiving");
     let unfinished = format!(".f.tw-{}", "0123abcd".repeat(4));
     write(source.join(&unfinished), "half");
     write(source.join("whole"), "x");
-    for (list, code) in [
-        (args(&[&"-r", &slash(&source), &daemon.url("e/")]), 0),
-        // Asked for by name, it fails.
+    let directory = format!(".d.tw-{}", "0123abcd".repeat(4));
+    write(source.join(&directory).join("f"), "precious");
+    for (list, failed) in [
+        (args(&[&"-r", &slash(&source), &daemon.url("e/")]), 2),
         (args(&[&source.join(&unfinished), &source.join("whole"), &daemon.url("e/")]), 1),
+        (args(&[&"-rn", &slash(&source), &served]), 2),
+        (args(&[&"-r", &"--delete", &"--exclude", &"*.bak", &slash(&source), &served]), 2),
     ] {
+        let dry_run = list[0] == "-rn";
         let out = try_cp(&lab, &list);
-        assert_eq!(out.status.code(), Some(code));
+        assert_eq!((out.status.code(), &parse(&out)["failed"]), (Some(1), &failed.into()));
+        if dry_run {
+            continue;
+        }
         assert!(stderr(&out).contains("reserved file name"), "{}", stderr(&out));
-        assert!(served.join("whole").exists() && !served.join(&unfinished).exists());
+        assert!(
+            served.join("whole").exists() && !served.join(&unfinished).exists() && !served.join(&directory).exists()
+        );
         fs::remove_file(served.join("whole")).unwrap();
     }
+    // An excluded one is no failure. A directory is not of a running job, so a mirror removes it.
+    let excluded = lab.mkdir("excluded");
+    fs::create_dir(excluded.join(format!(".other.tw-{}", "0123abcd".repeat(4)))).unwrap();
+    write(excluded.join(&unfinished), "half");
+    fs::remove_dir_all(source.join(&directory)).unwrap();
+    fs::remove_file(source.join(&unfinished)).unwrap();
+    cp(&lab, &args(&[&"-r", &"--delete", &slash(&source), &excluded]));
+    assert_eq!(names(&excluded), [&unfinished[..], "whole"]);
+    write(source.join(&directory).join("f"), "precious");
+    cp(&lab, &args(&[&"-r", &"--exclude", &".*.tw-*", &slash(&source), &lab.path("without")]));
+    assert_eq!(names(&lab.path("without")), ["whole"]);
 }
 
 #[test]
@@ -700,13 +720,15 @@ fn what_can_never_be_copied_leaves_no_journal_behind() {
     assert_eq!(out.status.code(), Some(1));
     assert!(stderr(&out).contains("pipe: not a file, directory or link"), "{}", stderr(&out));
     assert_eq!(journals(), [""; 0]);
-    // What another copy has left in a source is no part of it: the rest is mirrored.
+    // What another copy has left in a source is an error, and the rest is mirrored.
     fs::remove_file(source.join("pipe")).unwrap();
     let journal = format!(".thruway-{}.journal", "0123abcd".repeat(4));
     write(source.join(&journal), "");
     write(copy.join("old"), "");
     let out = try_cp(&lab, &args(&[&"-r", &"--delete", &slash(&source), &copy]));
-    assert!(out.status.success() && stderr(&out).contains("left out: reserved file name"), "{}", stderr(&out));
+    assert_eq!(out.status.code(), Some(1));
+    assert!(stderr(&out).contains("not copied: reserved file name"), "{}", stderr(&out));
+    assert_eq!(journals(), [""; 0]);
     assert!(!copy.join("old").exists() && copy.join("file").exists() && !copy.join(&journal).exists());
 }
 

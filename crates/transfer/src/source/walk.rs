@@ -36,8 +36,9 @@ const LINKS_MAX: usize = 1 << 18;
 /// Bytes of names in one part of a list of names to keep, at most.
 const KEEP_BYTES: usize = 32 << 10;
 
-/// Said of what no receiver takes: it could be taken for its own.
-const UNFINISHED: &str = "left out: reserved file name (journal or temporary file of an unfinished copy)";
+/// Reason for entries that no receiver takes: under such a name, an entry could block a journal or temporary file of another job.
+const UNFINISHED: &str =
+    "not copied: reserved file name (journal or temporary file of an unfinished copy); rename or --exclude it";
 
 /// How often a waiting walker looks whether the session is over.
 pub(super) const CANCEL_POLL_INTERVAL: Duration = Duration::from_secs(1);
@@ -386,7 +387,7 @@ impl Walker {
             }
             let target = join(to, &inner);
             if crate::sink::is_own_name(name.to_bytes()) {
-                self.tell(&target, ReportKind::LeftOut, UNFINISHED);
+                self.refuse(&target, UNFINISHED);
                 continue;
             }
             match stat() {

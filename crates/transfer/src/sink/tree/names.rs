@@ -1,6 +1,6 @@
 //! Names that sinks give to files of their own: temporary ones, and journals.
 
-use rustix::fs::AtFlags;
+use rustix::fs::{AtFlags, FileType, Stat};
 use std::ffi::{CStr, CString};
 use std::os::fd::OwnedFd;
 
@@ -34,7 +34,9 @@ pub(super) fn is_fresh_own(dir: &OwnedFd, name: &CStr) -> bool {
     }
     let now = rustix::time::clock_gettime(rustix::time::ClockId::Realtime).tv_sec;
     let stat = rustix::fs::statat(dir, name, AtFlags::SYMLINK_NOFOLLOW);
-    stat.is_ok_and(|s| now.saturating_sub(s.st_mtime.max(s.st_ctime)) < OWN_AGE_MAX_S)
+    // Directories of such names are not of a job.
+    let is_job_file = |s: &Stat| !FileType::from_raw_mode(s.st_mode).is_dir();
+    stat.is_ok_and(|s| is_job_file(&s) && now.saturating_sub(s.st_mtime.max(s.st_ctime)) < OWN_AGE_MAX_S)
 }
 
 /// The temporary name of a file of a job.
