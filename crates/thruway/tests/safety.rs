@@ -1166,6 +1166,11 @@ fn a_served_disk_is_neither_replaced_nor_removed() {
     refused(args(&[&"-a", &slash(&source), &daemon.url("e/")]));
     refused(args(&[&file, &served.join("disk.img")]));
     refused(args(&[&file, &served.join("dir")]));
+    // A dry run fails in the same way.
+    refused(args(&[&"-an", &slash(&source), &daemon.url("e/")]));
+    refused(args(&[&"-an", &slash(&source), &served]));
+    let dry = parse(&try_cp(&lab, &args(&[&"-an", &slash(&source), &served.join("dir")])));
+    assert_eq!((&dry["files"], &dry["failed"], &dry["items"]), (&0.into(), &1.into(), &serde_json::json!([])), "{dry}");
     refused(args(&[&"-r", &"--delete", &slash(&none), &served]));
     refused(args(&[&"-r", &"--delete", &slash(&none), &daemon.url("e/")]));
     inner.kill().unwrap();

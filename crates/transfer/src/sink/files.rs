@@ -192,10 +192,15 @@ impl Pack {
             None => {
                 let (record, content, after) = Record::split_first(&self.block.payload()[self.at..self.len])?;
                 files.scope.check(&record)?;
+                let end = self.len - after.len();
+                let range = end - content.len()..end;
+                if files.would_fail(&record) {
+                    self.at = end;
+                    return Ok(Next::Taken);
+                }
                 // Before the preparation, which may remove what is in the way.
                 files.itemize(&record);
-                let end = self.len - after.len();
-                (record, end - content.len()..end)
+                (record, range)
             }
         };
         let writes = !files.params.options.dry_run && !files.discard;

@@ -1,7 +1,7 @@
 //! Items of a copy: one for each entry that is changed (in a dry run: would be changed), with the reason.
 
 use super::files::Files;
-use super::tree::Place;
+use super::tree::{Place, check_disk};
 use crate::wire::{Meta, Record, Report, ReportKind};
 use rustix::fs::{AtFlags, FileType, Stat};
 use std::os::fd::AsFd;
@@ -40,6 +40,17 @@ impl Files {
         if let Some(reason) = reason {
             self.item(path, reason);
         }
+    }
+
+    /// In a dry run, reports an entry that a copy does not replace because it is a file in use as a disk. False if there is none.
+    pub(super) fn would_fail(&self, record: &Record) -> bool {
+        // Pieces of a large file, which a dry run sends of devices only, need its beginning.
+        let is_large = matches!(record, Record::Begin { .. });
+        let Some(path) = record.makes().filter(|_| self.params.options.dry_run && !is_large) else { return false };
+        let checked = self.tree.find(path).map(|place| check_disk(&place.dir, &place.name));
+        let Ok(Err(e)) = checked else { return false };
+        self.fail(path, &e);
+        true
     }
 
     /// Reports an entry below a directory that gives way to the entry with this path. `below` begins with the name of the directory.
