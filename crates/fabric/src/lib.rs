@@ -634,10 +634,9 @@ impl QueuePair {
         self.ops.path()
     }
 
-    /// The peer that accepted this connection, asked of the kernel now: over loopback and shared memory its user. `None` unless
-    /// connected.
+    /// The peer that accepted this connection: over loopback and shared memory its user. `None` unless connected.
     ///
-    /// The user of a shared-memory listener is the one who called `listen(2)`; over TCP, the one who accepted the connection.
+    /// With shared memory, it is the user that called `listen(2)`; with TCP, the user that accepted the connection.
     pub fn acceptor(&self) -> Option<Origin> {
         self.ops.acceptor()
     }

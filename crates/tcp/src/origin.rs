@@ -40,11 +40,11 @@ impl Origin {
         }
     }
 
-    /// The peer that accepted a TCP connection of this process. Over the loopback interface: the user who accepted it, as long as
-    /// the peer has not closed. [`Origin::UnknownUser`] until the peer has accepted.
+    /// The peer that accepted a TCP connection of this process. Over the loopback interface: the owner of the accepted socket.
+    /// [`Origin::UnknownUser`] before it is accepted and after it is closed.
     ///
-    /// The kernel accepts in root's name for sockets of some other families (`AF_SMC`). So a socket of root's counts as root's
-    /// only while a socket of root's listens at the peer's address.
+    /// Sockets of some other families (`AF_SMC`) accept TCP connections in the kernel, with root as the owner. So root is the result
+    /// only while a socket of root listens at the peer's address.
     pub fn of_acceptor(peer: SocketAddr, local: SocketAddr) -> Origin {
         match Origin::of(peer, local) {
             Origin::User(0) => listener_owner(peer).map_or(Origin::UnknownUser, Origin::User),

@@ -18,9 +18,9 @@ const TCP_LISTEN: u8 = 10;
 /// Index of the loopback interface in every network namespace: `LOOPBACK_IFINDEX` of the kernel.
 const LOOPBACK: u32 = 1;
 
-/// The user of the socket at the other end of a TCP connection over the loopback interface: the creator, or for an accepted
-/// socket the user who accepted it. `None` if the peer is not on this host, has not accepted or has closed the connection, or the
-/// kernel does not say; then no rights may be assumed.
+/// Owner of the socket at the other end of a TCP connection over the loopback interface: the user that created or accepted it.
+/// `None` if the peer is not on this host, has not accepted the connection or has closed it, or if the lookup fails. Then no rights
+/// may be assumed.
 ///
 /// A proxy on this host (an ssh tunnel, a container's port forwarder) counts as the user that runs it.
 pub(crate) fn owner(peer: SocketAddr, local: SocketAddr) -> Option<u32> {
@@ -33,7 +33,7 @@ pub(crate) fn owner(peer: SocketAddr, local: SocketAddr) -> Option<u32> {
     })
 }
 
-/// The user who created the socket that listens at a loopback address. `None` if there is none, or the kernel does not say.
+/// Owner of the socket that listens at a loopback address. `None` if none is found.
 pub(crate) fn listener_owner(addr: SocketAddr) -> Option<u32> {
     if !addr.ip().to_canonical().is_loopback() {
         return None;
@@ -49,7 +49,7 @@ pub(crate) fn listener_owner(addr: SocketAddr) -> Option<u32> {
 /// A TCP socket of this host, as the kernel's socket diagnostics describe it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LocalSocket {
-    /// The user who created or accepted it. For a connection that waits to be accepted: 0 or the listener's, by kernel version.
+    /// The user that created or accepted it. For a connection that waits to be accepted: 0 or the listener's, by kernel version.
     pub uid: u32,
     /// `SO_COOKIE`: no other socket of this kernel has the same.
     pub cookie: u64,

@@ -463,7 +463,7 @@ fn rename_contents(mut roots: Vec<Root>, rename: Option<&[u8]>) -> Vec<Root> {
     roots
 }
 
-/// Longest wait for the end of a connection whose peer's user the kernel does not tell.
+/// Longest wait for the end of a connection whose other end has no owner.
 const PEER_LOOKUP_MAX: Duration = Duration::from_secs(1);
 
 /// Connects, and asks for a session.

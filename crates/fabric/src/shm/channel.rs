@@ -235,7 +235,7 @@ impl Channel {
         Channel { fd, writer, reader, is_called: true, peer_is_gone: false }
     }
 
-    /// The user who listens, or at the accepting end the user who has connected.
+    /// User of the peer: of the listener, or at the accepting end of the connecting process.
     pub(crate) fn peer_user(&self) -> io::Result<u32> {
         Ok(sockopt::socket_peercred(&self.fd)?.uid.as_raw())
     }
