@@ -424,9 +424,10 @@ fn copy(args: &CpArgs, common: &Common, sources: &[Given<'_>], target: &Given<'_
     Ok(Done { finished, encrypted: job.encrypt, stats: pipelines.stats(), items: job.options.itemize.then_some(items) })
 }
 
-/// True if data has been moved, and another attempt can find it.
+/// True if files, which may be empty, have been moved, and another attempt can find them.
 fn is_kept(progress: &Progress) -> bool {
-    progress.resumable.load(Ordering::Relaxed) && progress.bytes.load(Ordering::Relaxed) > 0
+    let has_moved = [&progress.bytes, &progress.files].iter().any(|count| count.load(Ordering::Relaxed) > 0);
+    progress.resumable.load(Ordering::Relaxed) && has_moved
 }
 
 /// A finished copy.

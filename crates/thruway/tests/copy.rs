@@ -882,16 +882,25 @@ fn a_demo_whose_output_fails_leaves_nothing_behind() {
 
 #[test]
 fn a_copy_whose_output_fails_is_stopped_and_says_so() {
-    for (output, why) in failing_outputs() {
+    let of = |content: &'static str| failing_outputs().map(|(output, why)| (content, output, why));
+    for (content, output, why) in of("content").into_iter().chain(of("")) {
         let lab = Lab::new();
         let (source, copy) = (lab.mkdir("source"), lab.mkdir("copy"));
-        (0..500).for_each(|i| fs::write(source.join(i.to_string()), "content").unwrap());
+        (0..500).for_each(|i| fs::write(source.join(i.to_string()), content).unwrap());
         let mut command = thruway(lab.dir.path());
         command.args(["cp", "-rv"]).args([&source, &copy]).stdout(output).stderr(Stdio::piped());
         let out = command.spawn().unwrap().wait_with_output().unwrap();
         assert_eq!(out.status.code(), Some(1));
         assert!(stderr(&out).starts_with(&format!("thruway cp: standard output: {why}")), "{}", stderr(&out));
         assert!(stderr(&out).contains("; stopped; ") && stderr(&out).lines().count() == 1, "{}", stderr(&out));
+        if content.is_empty() {
+            // Their records are no data.
+            assert!(
+                ["; 0 B had been sent", "; nothing is kept"].iter().any(|s| stderr(&out).contains(s)),
+                "{}",
+                stderr(&out)
+            );
+        }
         cp(&lab, &args(&[&"-r", &source, &copy]));
         assert_same(&source, &copy.join("source"), Compare::Content);
     }

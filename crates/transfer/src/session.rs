@@ -268,7 +268,7 @@ impl SessionParams {
 /// Counters that others may watch while a session runs.
 #[derive(Debug, Default)]
 pub struct Progress {
-    /// Bytes moved.
+    /// Bytes of files moved.
     pub bytes: AtomicU64,
     /// Files finished (sink) or begun (source).
     pub files: AtomicU64,

@@ -466,6 +466,7 @@ impl Files {
             Record::File { meta, .. } => {
                 self.counters.files.fetch_add(1, Ordering::Relaxed);
                 let len = if self.discard { content.len() as u64 } else { meta.size };
+                Progress::add(&self.progress.bytes, content.len() as u64);
                 self.counters.bytes.fetch_add(len, Ordering::Relaxed);
             }
             Record::Begin { file, .. } => self.opened(*file, b"", Ok(None)),
@@ -551,6 +552,7 @@ impl Files {
             let _ = rustix::fs::unlinkat(&place.dir, &temp, AtFlags::empty());
         })?;
         self.counters.bytes.fetch_add(content.len() as u64, Ordering::Relaxed);
+        Progress::add(&self.progress.bytes, content.len() as u64);
         let lacking = !short.is_none();
         self.fell_short(path, short);
         let version = version_of(meta);

@@ -588,7 +588,10 @@ impl Sink<'_> {
     /// Checks a whole block and sends it on its way.
     fn received(&mut self, block: Block, header: BlockHeader, announced: Option<u32>) -> Result<(), SessionError> {
         self.core.accept(&header, announced)?;
-        Progress::add(&self.progress.bytes, header.len.into());
+        // Of a pack, the files are counted when they are written.
+        if header.kind != BlockKind::Pack {
+            Progress::add(&self.progress.bytes, header.len.into());
+        }
         self.process(block, header);
         self.sync_now_and_then();
         Ok(())

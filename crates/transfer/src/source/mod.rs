@@ -15,11 +15,12 @@ use crate::link::{ChannelScaler, Channels, Link, LinkError, LinkEvent, Role, Tra
 use crate::protocol::source::{Heard, Source as Core, Step};
 use crate::session::{EventSender, LocalError, OnReport, Outcome, Pipeline, Progress, SessionError, SessionParams};
 use crate::wire::{
-    ABOVE_MAX, Answer, BlockHeader, Control, Destination, Direct, FileStatus, OfferEntry, Report, Summary,
+    ABOVE_MAX, Answer, BlockHeader, BlockKind, Control, Destination, Direct, FileStatus, OfferEntry, Report, Summary,
 };
 use large::LargeFile;
 use payload_size::{Gauge, PayloadSize};
 use rustix::fs::{Mode, OFlags};
+use send::PackContents;
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -74,6 +75,7 @@ pub fn run(
     // Over TCP a block is a token: what it stands for is sent from the file.
     let far = link.round_trip().filter(|_| link.transport() == Transport::Rdma);
     let payload_size = Arc::new(PayloadSize::new(params.block_len, far));
+    let pack_contents = Arc::<PackContents>::default();
     let ahead = Ahead::new(pipeline.pool.count(), least_ahead(&link, &payload_size));
     let setting = walk::Setting {
         pipeline: Arc::clone(pipeline),
@@ -87,6 +89,7 @@ pub fn run(
             && params.options.direct != Direct::On,
         ahead: Arc::clone(&ahead),
         payload_size: Arc::clone(&payload_size),
+        pack_contents: Arc::clone(&pack_contents),
         destination: destination.filter(|d| d.machine == this_machine()),
     };
     let walker = walk::Walker::new(setting).map_err(LocalError::from)?;
@@ -106,6 +109,7 @@ pub fn run(
         ahead,
         gauge: far.map(|round_trip| Gauge::new(Arc::clone(&payload_size), round_trip, Instant::now())),
         payload_size,
+        pack_contents,
         channels,
         scaler: ChannelScaler::new(Instant::now(), !matches!(channels, Channels::Open { grow: false, .. })),
         sent: 0,
@@ -158,6 +162,7 @@ struct Source<'a> {
     rate_limit: RateLimit,
     ahead: Arc<Ahead>,
     payload_size: Arc<PayloadSize>,
+    pack_contents: Arc<PackContents>,
     gauge: Option<Gauge>,
     channels: &'a Channels,
     scaler: ChannelScaler,
@@ -375,13 +380,13 @@ impl Source<'_> {
                 Step::Say(message) => self.link.send(&message)?,
                 Step::Write((block, _), header, credit, notice) => {
                     self.link.write(block, header.len, &credit, &notice)?;
-                    self.account(header.len);
+                    self.account(&header);
                 }
                 Step::Stream((block, file), header) => {
                     let from = file.as_ref().map(|large| Arc::clone(&large.file));
                     self.streaming.extend(file.map(|large| (header.sequence, large)));
                     self.link.stream(block, header, from)?;
-                    self.account(header.len);
+                    self.account(&header);
                 }
             }
         }
@@ -409,7 +414,8 @@ impl Source<'_> {
         Ok(())
     }
 
-    fn account(&mut self, len: u32) {
+    fn account(&mut self, header: &BlockHeader) {
+        let len = header.len;
         self.sent += u64::from(len);
         self.ahead.adjust(self.core.waiting());
         let now = Instant::now();
@@ -418,6 +424,11 @@ impl Source<'_> {
             self.ahead.set_least(least_ahead(self.link, &self.payload_size));
         }
         self.rate_limit.record(len.into(), now);
-        Progress::add(&self.progress.bytes, len.into());
+        // Records are no data of files.
+        let content = match header.kind {
+            BlockKind::Pack => self.pack_contents.take(header.sequence),
+            _ => len.into(),
+        };
+        Progress::add(&self.progress.bytes, content);
     }
 }

@@ -9,11 +9,12 @@ use crate::protocol::extents::split_extent;
 use crate::session::{FirstFailure, Progress};
 use crate::wire::{BlockHeader, BlockKind, Direct, RECORD_PREFIX_LEN, Record, ReportKind};
 use rustix::fs::{FileType, Stat};
+use std::collections::HashMap;
 use std::fs::File;
 use std::io;
 use std::os::fd::AsFd;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex};
 use thruway_engine::io::Request;
 use thruway_engine::{Block, OpenFile, Segment, page_cache};
 
@@ -30,6 +31,23 @@ const S_IFMT: u32 = 0o170_000;
 pub(super) struct Pack {
     block: Block,
     used: usize,
+    /// Bytes of files in it.
+    content: u64,
+}
+
+/// Bytes of files in packs that are not sent yet, by sequence number.
+#[derive(Default)]
+pub(super) struct PackContents(Mutex<HashMap<u32, u64>>);
+
+impl PackContents {
+    fn insert(&self, sequence: u32, content: u64) {
+        self.0.lock().expect("no panics under the lock").insert(sequence, content);
+    }
+
+    /// Takes the number out; 0 if the block is no pack.
+    pub(super) fn take(&self, sequence: u32) -> u64 {
+        self.0.lock().expect("no panics under the lock").remove(&sequence).unwrap_or(0)
+    }
 }
 
 impl Walker {
@@ -116,7 +134,9 @@ impl Walker {
             (Ok(n), Ok(after))
                 if (n == size && same_version(&stat, &after)) || (n >= size && only_grown(&after, room)) =>
             {
-                self.pack.as_mut().expect("room made it").used += content + size;
+                let pack = self.pack.as_mut().expect("room made it");
+                pack.used += content + size;
+                pack.content += size as u64;
                 Progress::add(&self.progress.total_bytes, size as u64);
                 if !same_version(&stat, &after) {
                     self.tell(&c.path, ReportKind::Incomplete, grew(size as u64));
@@ -278,7 +298,7 @@ impl Walker {
             self.flush();
         }
         if self.pack.is_none() {
-            self.pack = Some(Pack { block: self.take_block()?, used: 0 });
+            self.pack = Some(Pack { block: self.take_block()?, used: 0, content: 0 });
         }
         let pack = self.pack.as_mut().expect("just made");
         Ok(&mut pack.block.payload_mut()[pack.used..capacity])
@@ -296,11 +316,12 @@ impl Walker {
 
     /// Sends the current pack on its way.
     pub(super) fn flush(&mut self) {
-        let Some(Pack { block, used }) = self.pack.take() else { return };
+        let Some(Pack { block, used, content }) = self.pack.take() else { return };
         if used == 0 {
             return;
         }
         let Ok(sequence) = self.sequence() else { return };
+        self.pack_contents.insert(sequence, content);
         let header = self.header(sequence, BlockKind::Pack, 0, 0, used as u32);
         Finish::new(&self.pipeline, &self.params, &self.events, None).load(block, header, None);
     }

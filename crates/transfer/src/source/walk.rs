@@ -6,7 +6,7 @@
 
 use super::large::OpenFiles;
 use super::payload_size::PayloadSize;
-use super::send::Pack;
+use super::send::{Pack, PackContents};
 use super::{Ahead, SessionEvent};
 use crate::filter::{Filter, FilterError};
 use crate::protocol::offers::{self, Offers};
@@ -84,6 +84,7 @@ pub(super) struct Walker {
     pub(super) from_files: bool,
     pub(super) ahead: Arc<Ahead>,
     pub(super) payload_size: Arc<PayloadSize>,
+    pub(super) pack_contents: Arc<PackContents>,
 }
 
 /// What a walker works with.
@@ -98,6 +99,7 @@ pub(super) struct Setting {
     pub(super) from_files: bool,
     pub(super) ahead: Arc<Ahead>,
     pub(super) payload_size: Arc<PayloadSize>,
+    pub(super) pack_contents: Arc<PackContents>,
     pub(super) destination: Option<Destination>,
 }
 
@@ -186,6 +188,7 @@ impl Walker {
             from_files,
             ahead,
             payload_size,
+            pack_contents,
             destination,
         } = setting;
         let filter = Filter::new(&params.options)?;
@@ -212,6 +215,7 @@ impl Walker {
             from_files,
             ahead,
             payload_size,
+            pack_contents,
         })
     }
 
