@@ -58,8 +58,10 @@ fn holes_stay_holes() {
     let (source, served) = (lab.mkdir("source"), lab.mkdir("served"));
     awkward_tree(&source);
     let daemon = lab.serve(&served);
+    let dry = cp(&lab, &args(&[&"-n", &source.join("sparse"), &daemon.url("e/copy")]));
     let result = cp(&lab, &args(&[&source.join("sparse"), &daemon.url("e/copy")]));
     assert!(result["bytes"].as_u64().unwrap() < 1 << 20, "{result}");
+    assert_eq!(dry["bytes"], result["bytes"], "a dry run counts no holes");
     let copy = fs::metadata(served.join("copy")).unwrap();
     assert_eq!(copy.size(), 100 << 20);
     assert!(copy.blocks() * 512 < 1 << 20);

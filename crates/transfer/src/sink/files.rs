@@ -465,7 +465,7 @@ impl Files {
         match record {
             Record::File { meta, .. } => {
                 self.counters.files.fetch_add(1, Ordering::Relaxed);
-                let len = if self.discard { content.len() as u64 } else { meta.size };
+                let len = if self.discard { content.len() as u64 } else { meta.data };
                 Progress::add(&self.progress.bytes, content.len() as u64);
                 self.counters.bytes.fetch_add(len, Ordering::Relaxed);
             }

@@ -4,10 +4,10 @@
 //! left out.
 
 use super::large::{Finish, LargeFile, Sent, grew, has_grown, missing_extents, same_version};
-use super::walk::{CANCEL_POLL_INTERVAL, Cancelled, Candidate, Walk, Walker, meta_of, unreadable};
+use super::walk::{CANCEL_POLL_INTERVAL, Cancelled, Candidate, From, Walk, Walker, meta_of, unreadable};
 use crate::protocol::extents::split_extent;
 use crate::session::{FirstFailure, Progress};
-use crate::wire::{BlockHeader, BlockKind, Direct, RECORD_PREFIX_LEN, Record, ReportKind};
+use crate::wire::{BlockHeader, BlockKind, Direct, Meta, RECORD_PREFIX_LEN, Record, ReportKind};
 use rustix::fs::{FileType, Stat};
 use std::collections::HashMap;
 use std::fs::File;
@@ -55,7 +55,8 @@ impl Walker {
         let size = candidate.stat.st_size as u64;
         Progress::add(&self.progress.files, 1);
         if self.params.options.dry_run {
-            let meta = meta_of(&candidate.stat);
+            let data = data_len(&candidate.from, &candidate.stat).unwrap_or(size);
+            let meta = Meta { data, ..meta_of(&candidate.stat) };
             return self.append(&Record::File { path: candidate.path, meta });
         }
         if size > self.pack_max || !have.is_empty() {
@@ -325,6 +326,18 @@ impl Walker {
         let header = self.header(sequence, BlockKind::Pack, 0, 0, used as u32);
         Finish::new(&self.pipeline, &self.params, &self.events, None).load(block, header, None);
     }
+}
+
+/// Bytes of a file that a copy sends: all but holes. `None` if it cannot be read.
+fn data_len(from: &From, stat: &Stat) -> Option<u64> {
+    let size = stat.st_size as u64;
+    // Others have no holes, or too small ones; they need not be opened.
+    if size < HOLE_MIN || stat.st_blocks as u64 * 512 >= size {
+        return Some(size);
+    }
+    let (file, _) = from.open().ok()?;
+    let extents = missing_extents(&file, size, false, &[]).ok()?;
+    Some(extents.iter().map(|(start, end)| end - start).sum())
 }
 
 /// Whether a file has holes that are worth keeping. Fewer blocks than bytes may also mean compression.

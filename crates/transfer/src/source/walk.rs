@@ -677,6 +677,7 @@ pub(super) fn meta_of(stat: &Stat) -> Meta {
         mtime: (stat.st_mtime, stat.st_mtime_nsec as u32),
         ctime: (stat.st_ctime, stat.st_ctime_nsec as u32),
         size: stat.st_size as u64,
+        data: 0,
         xattrs: Vec::new(),
         xattrs_partial: false,
     }

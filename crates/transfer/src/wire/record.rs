@@ -19,6 +19,8 @@ pub struct Meta {
     pub ctime: (i64, u32),
     /// Size of a file.
     pub size: u64,
+    /// Bytes of a file without its holes, in a dry run.
+    pub data: u64,
     /// Extended attributes, if they are to be kept: at most [`XATTRS_MAX`].
     #[serde(deserialize_with = "bounded_xattrs")]
     pub xattrs: Vec<(Vec<u8>, Vec<u8>)>,
