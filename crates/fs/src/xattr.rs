@@ -123,7 +123,7 @@ pub fn names(fd: BorrowedFd<'_>) -> io::Result<Vec<CString>> {
     }
 }
 
-/// Removes an attribute of an open entry. A missing attribute is no error.
+/// Removes an attribute of an open entry. Succeeds if the attribute is missing.
 ///
 /// # Errors
 /// As `removexattr(2)`.

@@ -896,7 +896,7 @@ fn a_copy_whose_output_fails_is_stopped_and_says_so() {
         assert!(stderr(&out).starts_with(&format!("thruway cp: standard output: {why}")), "{}", stderr(&out));
         assert!(stderr(&out).contains("; stopped; ") && stderr(&out).lines().count() == 1, "{}", stderr(&out));
         if content.is_empty() {
-            // Their records are no data.
+            // Their records do not count.
             assert!(
                 ["; 0 B had been sent", "; nothing is kept"].iter().any(|s| stderr(&out).contains(s)),
                 "{}",

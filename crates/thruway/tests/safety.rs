@@ -376,7 +376,7 @@ fn names_like_our_own_are_files_like_any_other() {
     assert_same(&source, &served, Compare::Content);
     let listed = thruway(lab.dir.path()).arg("ls").arg(daemon.url("e/")).output().unwrap();
     assert!(String::from_utf8_lossy(&listed.stdout).contains(".report.txt.tw-20240101"));
-    // What another copy is writing right here is no file yet. Under the name of a directory it could block another job.
+    // Temporary files of another copy, and directories of such names, which could block another job.
     let source = lab.mkdir("receiving");
     let unfinished = format!(".f.tw-{}", "0123abcd".repeat(4));
     write(source.join(&unfinished), "half");
@@ -401,7 +401,7 @@ fn names_like_our_own_are_files_like_any_other() {
         );
         fs::remove_file(served.join("whole")).unwrap();
     }
-    // An excluded one is no failure. A directory is not of a running job, so a mirror removes it.
+    // An excluded one does not fail the copy. A directory is never a file of a running job, so a mirror removes it.
     let excluded = lab.mkdir("excluded");
     fs::create_dir(excluded.join(format!(".other.tw-{}", "0123abcd".repeat(4)))).unwrap();
     write(excluded.join(&unfinished), "half");

@@ -424,7 +424,7 @@ impl Source<'_> {
             self.ahead.set_least(least_ahead(self.link, &self.payload_size));
         }
         self.rate_limit.record(len.into(), now);
-        // Records are no data of files.
+        // Only the content of files counts, without their records.
         let content = match header.kind {
             BlockKind::Pack => self.pack_contents.take(header.sequence),
             _ => len.into(),

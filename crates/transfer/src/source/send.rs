@@ -44,7 +44,7 @@ impl PackContents {
         self.0.lock().expect("no panics under the lock").insert(sequence, content);
     }
 
-    /// Takes the number out; 0 if the block is no pack.
+    /// Removes and returns the number of a block; 0 for a block of another kind.
     pub(super) fn take(&self, sequence: u32) -> u64 {
         self.0.lock().expect("no panics under the lock").remove(&sequence).unwrap_or(0)
     }
