@@ -83,34 +83,46 @@ pub(crate) fn identity(explicit: Option<&PathBuf>) -> Result<KeyPair, String> {
 /// Has journals of interrupted copies depend on a secret of this user, which is made when there is none.
 ///
 /// # Errors
-/// If it cannot be kept. Journals then depend on the machine and the user only, which is no secret.
+/// If it cannot be kept. The secret is then a random one of this process.
 pub(crate) fn use_journal_secret() -> Result<(), String> {
     let path = directories::config().join("journal-key");
-    let secret = journal_secret(&path);
-    set_journal_secret(*secret.as_ref().unwrap_or(&{
+    journal_secret(&path).map(set_journal_secret).map_err(|e| format!("{}: {e}", path.display()))
+}
+
+/// As [`use_journal_secret`], but takes the same number for each process of this user if there is no secret.
+pub(crate) fn use_journal_secret_or_number() {
+    if let Err(error) = use_journal_secret() {
+        tracing::debug!(error, "no secret for journals: other users who may write to the destination could forge them");
         let mut hasher = blake3::Hasher::new_derive_key("thruway journals without a secret");
         hasher.update(&std::fs::read("/etc/machine-id").unwrap_or_default());
-        *hasher.update(&rustix::process::geteuid().as_raw().to_le_bytes()).finalize().as_bytes()
-    }));
-    secret.map(drop).map_err(|e| format!("{}: {e}", path.display()))
+        hasher.update(&rustix::process::geteuid().as_raw().to_le_bytes());
+        set_journal_secret(*hasher.finalize().as_bytes());
+    }
 }
 
 fn journal_secret(path: &Path) -> std::io::Result<[u8; JOURNAL_SECRET_LEN]> {
-    if let Err(error) = std::fs::metadata(path)
-        && error.kind() == std::io::ErrorKind::NotFound
-    {
-        let dir = path.parent().expect("below the configuration directory");
-        std::fs::create_dir_all(dir)?;
-        let mut file = tempfile::NamedTempFile::new_in(dir)?;
-        writeln!(file, "{}", to_hex(&random::<JOURNAL_SECRET_LEN>()))?;
-        match file.persist_noclobber(path) {
-            Ok(_) => {}
-            // Another process was quicker.
-            Err(error) if error.error.kind() == std::io::ErrorKind::AlreadyExists => {}
-            Err(error) => return Err(error.error),
+    let file = match std::fs::File::open(path) {
+        // Empty after a loss of power, perhaps.
+        Ok(file) if file.metadata()?.len() > 0 => file,
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error),
+        other => {
+            let dir = path.parent().expect("below the configuration directory");
+            std::fs::create_dir_all(dir)?;
+            let mut file = tempfile::NamedTempFile::new_in(dir)?;
+            writeln!(file, "{}", to_hex(&random::<JOURNAL_SECRET_LEN>()))?;
+            file.as_file().sync_all()?;
+            match other {
+                Ok(_) => drop(file.persist(path).map_err(|e| e.error)?),
+                Err(_) => match file.persist_noclobber(path) {
+                    Ok(_) => {}
+                    // Another process was quicker.
+                    Err(e) if e.error.kind() == std::io::ErrorKind::AlreadyExists => {}
+                    Err(e) => return Err(e.error),
+                },
+            }
+            std::fs::File::open(path)?
         }
-    }
-    let file = std::fs::File::open(path)?;
+    };
     let meta = file.metadata()?;
     if meta.mode() & 0o077 != 0 || meta.uid() != rustix::process::geteuid().as_raw() {
         return Err(std::io::Error::other("it belongs to another user, or others can read it"));
@@ -131,6 +143,9 @@ mod tests {
         let first = journal_secret(&path).unwrap();
         assert_eq!(journal_secret(&path).unwrap(), first);
         assert_eq!(std::fs::read_dir(path.parent().unwrap()).unwrap().count(), 1);
+        std::fs::write(&path, "").unwrap();
+        let second = journal_secret(&path).unwrap();
+        assert!(second != first && journal_secret(&path).unwrap() == second);
         std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o644)).unwrap();
         assert!(journal_secret(&path).is_err(), "others can read it");
     }

@@ -324,7 +324,7 @@ fn serve(args: &ServeArgs, common: &Common) -> Result<(), String> {
     if wants_transfer(args)
         && let Err(error) = keys::use_journal_secret()
     {
-        tracing::warn!(%error, "no secret for journals: local users who may write to an export could forge them");
+        tracing::warn!(%error, "cannot keep the secret of journals: interrupted copies start over when the daemon was restarted");
     }
     // What ssh starts for a user may open what the user may.
     // Landlock knows files by their paths, and a file that is found by its handle may have none.

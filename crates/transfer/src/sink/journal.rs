@@ -8,8 +8,8 @@
 //! which was synced and put in place still has its content while its inode, birth and change times are the
 //! recorded ones.
 //!
-//! The header of a journal carries a code that depends on the job and on a secret of the user. Without it, another user could have a
-//! file of this user's, or the journal of another job, take the name of a journal by renaming it.
+//! The checksums are keyed: the key depends on the job, on the file of the journal, and on a secret of the user. Otherwise another
+//! user could have a file of this user's, or the journal of another job, take the name of a journal by renaming it.
 //!
 //! A failed sync voids everything that is not in place: [`Journal::void`].
 
@@ -71,10 +71,15 @@ pub fn set_secret(secret: [u8; SECRET_LEN]) {
     let _ = SECRET.set(secret);
 }
 
-/// The code that the journal of a job begins with.
-fn code_of(job: &[u8; 16]) -> [u8; DIGEST_LEN] {
-    let secret = SECRET.get_or_init(thruway_engine::random::random);
-    blake3::keyed_hash(secret, job).as_bytes()[..DIGEST_LEN].try_into().expect("shorter than the hash")
+/// Key of the checksums of a journal.
+type ChecksumKey = [u8; 32];
+
+/// The key for the journal of a job in this file.
+fn key_in(file: impl AsFd, job: &[u8; 16]) -> io::Result<ChecksumKey> {
+    let (identity, _) = Identity::of(file, c"")?;
+    let mut hasher = blake3::Hasher::new_keyed(SECRET.get_or_init(thruway_engine::random::random));
+    hasher.update(job).update(&identity.inode.to_le_bytes()).update(&identity.born.to_le_bytes());
+    Ok(*hasher.finalize().as_bytes())
 }
 
 /// Names a file within a job.
@@ -254,8 +259,7 @@ pub(crate) struct Journal {
 
 struct State {
     medium: Box<dyn Medium>,
-    /// In its headers.
-    code: [u8; DIGEST_LEN],
+    key: ChecksumKey,
     /// Length of the journal.
     position: u64,
     /// It cannot be written any more, or is gone.
@@ -274,23 +278,26 @@ impl Journal {
     /// [`io::ErrorKind::ResourceBusy`] while another attempt at the same job is in progress.
     pub(crate) fn open(dir: &Arc<OwnedFd>, job: &[u8; 16]) -> io::Result<(Journal, Earlier)> {
         let name = name_of(job);
-        Journal::over(Box::new(OnDisk { file: lock(dir, &name)?, dir: Arc::clone(dir), name }), code_of(job))
+        let file = lock(dir, &name)?;
+        let key = key_in(&file, job)?;
+        Journal::over(Box::new(OnDisk { file, dir: Arc::clone(dir), name }), key)
     }
 
     /// Whether an earlier attempt at the job left a journal in `dir`.
     pub(crate) fn exists(dir: impl AsFd, job: &[u8; 16]) -> bool {
         let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
         let Ok(file) = rustix::fs::openat(dir, name_of(job), flags, Mode::empty()) else { return false };
-        let mut first = [0; RECORD_LEN];
-        File::from(file).read_exact_at(&mut first, 0).is_ok() && first == header(&code_of(job))
+        let (file, mut first) = (File::from(file), [0; RECORD_LEN]);
+        let is_read = file.read_exact_at(&mut first, 0).is_ok();
+        is_read && key_in(&file, job).is_ok_and(|key| first == header(&key))
     }
 
-    /// A journal on any medium, with this code in its headers.
-    pub(crate) fn over(mut medium: Box<dyn Medium>, code: [u8; DIGEST_LEN]) -> io::Result<(Journal, Earlier)> {
+    /// A journal on any medium, with this key of its checksums.
+    pub(crate) fn over(mut medium: Box<dyn Medium>, key: ChecksumKey) -> io::Result<(Journal, Earlier)> {
         let mut earlier = Earlier::default();
-        let keep = replay(&mut medium, &code, &mut earlier)?;
+        let keep = replay(&mut medium, &key, &mut earlier)?;
         medium.keep(keep)?;
-        if let Err(e) = medium.write_all(&header(&code)) {
+        if let Err(e) = medium.write_all(&header(&key)) {
             // On a full disk it would stay as an empty file that says nothing.
             if keep == 0 {
                 let _ = medium.remove();
@@ -298,7 +305,7 @@ impl Journal {
             return Err(e);
         }
         let state =
-            State { medium, code, position: keep + RECORD_LEN as u64, failed: false, voided: false, kept: keep > 0 };
+            State { medium, key, position: keep + RECORD_LEN as u64, failed: false, voided: false, kept: keep > 0 };
         Ok((Journal { state: Mutex::new(state) }, earlier))
     }
 
@@ -386,6 +393,7 @@ impl Journal {
 
     fn append(&self, records: &[u8]) {
         let mut state = self.state();
+        let records = &seal_all(records, &state.key);
         // Records of directories do not depend on a sync.
         if state.failed || (state.voided && records[0] != DIRECTORY) {
             return;
@@ -399,8 +407,10 @@ impl Journal {
     /// Forgets the files of earlier attempts, and returns the rest of `earlier`: the directories, which stay recorded.
     pub(crate) fn restart(&self, earlier: Earlier) -> Earlier {
         let mut state = self.state();
-        let mut records = header(&state.code).to_vec();
-        records.extend(earlier.directories.iter().flat_map(|(key, made)| directory_record(key, *made)));
+        let mut records = header(&state.key).to_vec();
+        let directories: Vec<u8> =
+            earlier.directories.iter().flat_map(|(key, made)| directory_record(key, *made)).collect();
+        records.extend(seal_all(&directories, &state.key));
         let done = state.medium.keep(0).and_then(|()| state.medium.write_all(&records));
         state.position = records.len() as u64;
         state.kept = !earlier.directories.is_empty();
@@ -545,6 +555,7 @@ impl State {
     }
 }
 
+/// A record without its checksum.
 fn record(kind: u8, key: &Key, fingerprint: u64, number: u64, len: u32, digest: &[u8; DIGEST_LEN]) -> [u8; RECORD_LEN] {
     let mut out = [0; RECORD_LEN];
     out[0] = kind;
@@ -553,7 +564,6 @@ fn record(kind: u8, key: &Key, fingerprint: u64, number: u64, len: u32, digest: 
     out[28..36].copy_from_slice(&number.to_le_bytes());
     out[36..40].copy_from_slice(&len.to_le_bytes());
     out[40..56].copy_from_slice(digest);
-    seal(&mut out);
     out
 }
 
@@ -564,8 +574,11 @@ fn directory_record(key: &Key, made: Made) -> [u8; RECORD_LEN] {
     }
 }
 
-fn header(code: &[u8; DIGEST_LEN]) -> [u8; RECORD_LEN] {
-    record(HEADER, &[0; 16], u64::from_le_bytes(MAGIC), 0, 0, code)
+/// The first record, with its checksum.
+fn header(key: &ChecksumKey) -> [u8; RECORD_LEN] {
+    let mut out = record(HEADER, &[0; 16], u64::from_le_bytes(MAGIC), 0, 0, &[0; DIGEST_LEN]);
+    seal(&mut out, key);
+    out
 }
 
 fn field(record: &[u8], at: usize) -> u64 {
@@ -580,18 +593,25 @@ fn range_of(record: &[u8]) -> Range {
     }
 }
 
-fn seal(record: &mut [u8; RECORD_LEN]) {
-    let sum = checksum(record);
-    record[COVERED..].copy_from_slice(&sum.to_le_bytes());
+fn seal(record: &mut [u8], key: &ChecksumKey) {
+    let sum = checksum(record, key);
+    record[COVERED..].copy_from_slice(&sum);
 }
 
-fn checksum(record: &[u8; RECORD_LEN]) -> u64 {
-    u64::from_le_bytes(blake3::hash(&record[..COVERED]).as_bytes()[..8].try_into().expect("8 bytes"))
+/// These records with their checksums.
+fn seal_all(records: &[u8], key: &ChecksumKey) -> Vec<u8> {
+    let mut sealed = records.to_vec();
+    sealed.chunks_exact_mut(RECORD_LEN).for_each(|record| seal(record, key));
+    sealed
 }
 
-/// Reads the records up to the first that is torn or damaged; returns how many bytes they are. None count without a header with
-/// this code.
-fn replay(file: &mut impl Read, code: &[u8; DIGEST_LEN], earlier: &mut Earlier) -> io::Result<u64> {
+fn checksum(record: &[u8], key: &ChecksumKey) -> [u8; RECORD_LEN - COVERED] {
+    let hash = blake3::keyed_hash(key, &record[..COVERED]);
+    hash.as_bytes()[..RECORD_LEN - COVERED].try_into().expect("shorter than the hash")
+}
+
+/// Reads the records up to the first that is torn, damaged, or has a checksum with another key; returns how many bytes they are.
+fn replay(file: &mut impl Read, key: &ChecksumKey, earlier: &mut Earlier) -> io::Result<u64> {
     let mut reader = io::BufReader::new(file);
     let mut record = [0; RECORD_LEN];
     let mut position = 0;
@@ -601,9 +621,9 @@ fn replay(file: &mut impl Read, code: &[u8; DIGEST_LEN], earlier: &mut Earlier) 
             Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => return Ok(position),
             Err(e) => return Err(e),
         }
-        let is_header = record == header(code);
+        let is_header = record == header(key);
         let first = position == 0;
-        if record[COVERED..] != checksum(&record).to_le_bytes()
+        if record[COVERED..] != checksum(&record, key)
             || record[0] > LAST_TYPE
             || (record[0] == HEADER) != is_header
             || (first && !is_header)
@@ -660,23 +680,24 @@ impl Earlier {
     }
 }
 
-/// True if a journal ends with a [`COMPLETE`] record; `None` if the file is not a journal.
-pub(crate) fn is_complete(file: &File) -> Option<bool> {
+/// True if the journal of this job ends with a [`COMPLETE`] record, and its checksums have the key of this user; `None` if the file is
+/// not a journal.
+pub(crate) fn is_complete(file: &File, job: &[u8; 16]) -> Option<bool> {
     let len = file.metadata().ok()?.len();
     if len == 0 {
         return Some(false);
     }
-    let mut record = [0; RECORD_LEN];
-    let mut read = |at| {
-        file.read_exact_at(&mut record, at).ok()?;
-        (record[COVERED..] == checksum(&record).to_le_bytes()).then_some(record)
+    let read = |at| {
+        let mut record = [0; RECORD_LEN];
+        file.read_exact_at(&mut record, at).ok().map(|()| record)
     };
     let first = read(0)?;
     if first[0] != HEADER || field(&first, 20) != u64::from_le_bytes(MAGIC) {
         return None;
     }
+    let key = key_in(file, job).ok()?;
     let last = len.is_multiple_of(RECORD_LEN as u64).then(|| read(len - RECORD_LEN as u64)).flatten();
-    Some(last.is_some_and(|last| last[0] == COMPLETE))
+    Some(last.is_some_and(|last| last[0] == COMPLETE && last[COVERED..] == checksum(&last, &key)))
 }
 
 /// Replays any bytes, with checksums made right so that the records are looked at.
@@ -709,8 +730,8 @@ pub(crate) fn replay_for_fuzzing(data: &[u8]) {
             Ok(())
         }
     }
-    let code = [0; DIGEST_LEN];
-    let mut bytes = header(&code).to_vec();
+    let checksum_key = [0; 32];
+    let mut bytes = header(&checksum_key).to_vec();
     for chunk in data.chunks_exact(COVERED) {
         let mut record = [0; RECORD_LEN];
         record[..COVERED].copy_from_slice(chunk);
@@ -719,11 +740,12 @@ pub(crate) fn replay_for_fuzzing(data: &[u8]) {
         let (key, fingerprint) = (record[4] % 4, record[20] % 2);
         record[4..20].fill(key);
         record[20..28].fill(fingerprint);
-        seal(&mut record);
+        seal(&mut record, &checksum_key);
         bytes.extend_from_slice(&record);
     }
     let len = bytes.len();
-    let (journal, earlier) = Journal::over(Box::new(Memory(io::Cursor::new(bytes))), code).expect("memory can be read");
+    let (journal, earlier) =
+        Journal::over(Box::new(Memory(io::Cursor::new(bytes))), checksum_key).expect("memory can be read");
     assert_eq!(journal.state().position, (len + RECORD_LEN) as u64);
     for (key, unfinished) in &earlier.unfinished {
         let mut ranges = Vec::new();
@@ -787,11 +809,13 @@ mod tests {
         let (journal, mut earlier) = Journal::open(&fd, &[2; 16]).unwrap();
         assert!(earlier.take_directories().is_empty());
         drop(journal);
-        // A journal with the code of another secret.
-        let mut forged = header(&[5; DIGEST_LEN]).to_vec();
-        forged.extend_from_slice(&directory_record(&key_of(b"d"), Made::Done(7)));
-        std::fs::write(&names[0], &forged).unwrap();
-        std::fs::set_permissions(&names[0], std::os::unix::fs::PermissionsExt::from_mode(0o600)).unwrap();
+        // A copy of a journal is another file, and a journal with another key.
+        let (journal, _) = Journal::open(&fd, &[1; 16]).unwrap();
+        journal.directory(&key_of(b"d"), Made::Done(7));
+        drop(journal);
+        let copied = std::fs::read(&names[0]).unwrap();
+        std::fs::write(&names[1], &copied).unwrap();
+        std::fs::rename(&names[1], &names[0]).unwrap();
         assert!(!Journal::exists(&fd, &[1; 16]));
         assert!(Journal::open(&fd, &[1; 16]).unwrap().1.take_directories().is_empty());
     }
@@ -942,7 +966,8 @@ mod tests {
             let (journal, earlier) = Journal::open(&fd, &[1; 16]).unwrap();
             temporary(&journal, &earlier, &key_of(b"f"), &V, I).iter().map(|r| r.1).sum::<u64>()
         };
-        for cut in 0..=whole.len() {
+        // Written into the same file. Without a whole header, it would be removed and made again.
+        for cut in RECORD_LEN..=whole.len() {
             std::fs::write(&path, &whole[..cut]).unwrap();
             set_mode(&path);
             assert_eq!(have(), (cut / RECORD_LEN).saturating_sub(2) as u64 * 10);
@@ -953,6 +978,11 @@ mod tests {
             std::fs::write(&path, &damaged).unwrap();
             set_mode(&path);
             assert_eq!(have(), (at / RECORD_LEN).saturating_sub(2) as u64 * 10, "nothing at or behind byte {at}");
+        }
+        for cut in 0..RECORD_LEN {
+            std::fs::write(&path, &whole[..cut]).unwrap();
+            set_mode(&path);
+            assert_eq!(have(), 0);
         }
     }
 

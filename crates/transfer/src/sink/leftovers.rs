@@ -286,7 +286,7 @@ fn open_journal(dir: impl AsFd, name: &CStr) -> Option<(Found, Stat)> {
     if !FileType::from_raw_mode(stat.st_mode).is_file() || stat.st_nlink != 1 || !may_be_ours(&stat) {
         return None;
     }
-    let complete = journal::is_complete(&file)?;
+    let complete = journal::is_complete(&file, &job)?;
     let locked = rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive).is_ok();
     let state = match (locked, complete) {
         (false, _) => State::InUse,

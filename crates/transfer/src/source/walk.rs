@@ -291,7 +291,9 @@ impl Walker {
                 return Ok(());
             }
         };
-        if crate::sink::is_own_name(&root.name) {
+        // By its path, or by the name that the peer gives it.
+        let last = root.path.file_name().unwrap_or_default().as_encoded_bytes();
+        if crate::sink::is_own_name(&root.name) || crate::sink::is_own_name(last) {
             return self.refuse_source(&shown, UNFINISHED);
         }
         let fd = Arc::new(fd);

@@ -283,7 +283,7 @@ pub(super) struct SinkEnd {
 
 impl SinkEnd {
     pub(super) fn new(disk: &Shared, blocks: u32, window: usize) -> std::io::Result<SinkEnd> {
-        let (journal, earlier) = Journal::over(Box::new(SimulatedJournal::open(disk)?), [0; 16])?;
+        let (journal, earlier) = Journal::over(Box::new(SimulatedJournal::open(disk)?), [0; 32])?;
         Ok(SinkEnd {
             core: sink::Sink::new(SESSION, false, 1, window),
             disk: disk.clone(),
