@@ -187,7 +187,7 @@ impl Socket {
         match self {
             Socket::Tcp(stream, peer) => Origin::of_stream(stream, *peer),
             Socket::Unix(stream) => sockopt::socket_peercred(stream)
-                .map_or(Origin::UnknownUser, |credentials| Origin::User(credentials.uid.as_raw())),
+                .map_or(Origin::UnknownUser, |credentials| Origin::user(credentials.uid.as_raw())),
         }
     }
 

@@ -3,6 +3,7 @@
 use crate::owner::{listener_owner, owner};
 use std::fmt;
 use std::net::{IpAddr, Ipv6Addr, SocketAddr, TcpStream};
+use std::sync::OnceLock;
 
 /// Where a connection comes from: another host, or a user of this one.
 ///
@@ -28,7 +29,7 @@ impl Origin {
         if !peer.ip().to_canonical().is_loopback() {
             return Origin::of_host(peer.ip());
         }
-        owner(peer, local).map_or(Origin::UnknownUser, Origin::User)
+        owner(peer, local).map_or(Origin::UnknownUser, Origin::user)
     }
 
     /// As [`Origin::of`], of an accepted connection.
@@ -47,9 +48,16 @@ impl Origin {
     /// only while a socket of root listens at the peer's address.
     pub fn of_acceptor(peer: SocketAddr, local: SocketAddr) -> Origin {
         match Origin::of(peer, local) {
-            Origin::User(0) => listener_owner(peer).map_or(Origin::UnknownUser, Origin::User),
+            Origin::User(0) => listener_owner(peer).map_or(Origin::UnknownUser, Origin::user),
             other => other,
         }
+    }
+
+    /// The user with this number, as the kernel reports it to this process. [`Origin::UnknownUser`] for the number that stands for
+    /// all users without a mapping in the user namespace of this process.
+    pub fn user(uid: u32) -> Origin {
+        static UNMAPPED: OnceLock<Option<u32>> = OnceLock::new();
+        if *UNMAPPED.get_or_init(unmapped_user) == Some(uid) { Origin::UnknownUser } else { Origin::User(uid) }
     }
 
     /// The host with this address.
@@ -66,6 +74,21 @@ impl Origin {
     }
 }
 
+/// Number of all users without a mapping in the user namespace of this process. `None` if all users have one.
+fn unmapped_user() -> Option<u32> {
+    let map = std::fs::read_to_string("/proc/self/uid_map").unwrap_or_default();
+    if maps_all(&map) {
+        return None;
+    }
+    let number = std::fs::read_to_string("/proc/sys/kernel/overflowuid").ok();
+    Some(number.and_then(|text| text.trim().parse().ok()).unwrap_or(65534))
+}
+
+/// Whether a table of user_namespaces(7) maps each user to the same number.
+fn maps_all(table: &str) -> bool {
+    table.split_whitespace().eq(["0", "0", "4294967295"])
+}
+
 impl fmt::Display for Origin {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -80,6 +103,14 @@ impl fmt::Display for Origin {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn tables_of_user_namespaces_are_recognised() {
+        assert!(maps_all("         0          0 4294967295\n"));
+        for table in ["", "0 0 65536\n", "65534 1000 1\n", "0 100000 4294967295", "0 0 1000\n1000 1000 4294966295\n"] {
+            assert!(!maps_all(table), "{table}");
+        }
+    }
     use std::net::{TcpListener, TcpStream};
 
     #[test]

@@ -1675,3 +1675,51 @@ fn a_missing_source_does_not_stop_the_others() {
         assert_eq!((out.status.code(), names(&there)), (Some(1), before));
     }
 }
+
+/// All users without a mapping in a user namespace have one number there.
+#[test]
+fn users_that_a_user_namespace_does_not_tell_apart_are_not_trusted() {
+    let lab = Lab::new();
+    let (served, program) = (lab.mkdir("served"), lab.path("program"));
+    fs::copy(THRUWAY, &program).unwrap();
+    fs::set_permissions(lab.dir.path(), fs::Permissions::from_mode(0o755)).unwrap();
+    write(served.join("secret"), "precious");
+    let mapped = ["--user".to_string(), format!("--map-user={NOBODY}"), format!("--map-group={NOBODY}")];
+    let as_user = |id: u32, home: &Path| {
+        std::os::unix::fs::chown(home, Some(id), Some(id)).unwrap();
+        let mut command = Command::new("setpriv");
+        command.args([format!("--reuid={id}"), format!("--regid={id}")]).arg("--clear-groups").arg(&program);
+        command.env("HOME", home).env_remove("XDG_CONFIG_HOME").current_dir(home);
+        command
+    };
+    // A daemon in the namespace, and a user outside.
+    let mut command = Command::new("unshare");
+    command.args(&mapped).arg(THRUWAY).args([
+        "serve",
+        "--json",
+        "--no-landlock",
+        "--listen",
+        "127.0.0.1:0",
+        "--export",
+    ]);
+    let daemon = Daemon::start_by(command.arg(export("e", &served, "")));
+    for provider in ["tcp", "iwarp", "auto"] {
+        let home = lab.mkdir("other");
+        let out =
+            as_user(4321, &home).args(["cp", "--provider", provider]).arg(daemon.url("e/secret")).arg("got").output();
+        let out = out.unwrap();
+        assert!(out.status.code() == Some(1) && !home.join("got").exists(), "{provider}: {}", stderr(&out));
+    }
+    drop(daemon);
+    // A daemon of a user outside, and a client in the namespace.
+    let hostile = lab.mkdir("hostile");
+    let mut command = as_user(4321, &hostile);
+    command.args(["serve", "--json", "--anonymous", "--listen", "127.0.0.1:0", "--export"]);
+    let daemon = Daemon::start_by(command.arg(export("e", &hostile, "")));
+    for provider in ["tcp", "iwarp", "auto"] {
+        let mut command = Command::new("unshare");
+        command.args(&mapped).arg(THRUWAY).args(["cp", "--provider", provider]).arg(served.join("secret"));
+        let out = command.arg(daemon.url("e/")).env("HOME", lab.dir.path()).output().unwrap();
+        assert!(out.status.code() == Some(1) && !hostile.join("secret").exists(), "{provider}: {}", stderr(&out));
+    }
+}

@@ -86,7 +86,7 @@ impl ListeningSocket {
             }
             Listening::Shm(listener) => {
                 let (socket, user) = listener.accept()?;
-                (Socket::Shm(socket), SocketAddr::new(listener.addr.ip(), 0), Origin::User(user))
+                (Socket::Shm(socket), SocketAddr::new(listener.addr.ip(), 0), Origin::user(user))
             }
         })
     }

@@ -213,7 +213,7 @@ impl Transport {
             Transport::Tcp(stream) => {
                 stream.local_addr().map_or(Origin::UnknownUser, |own| Origin::of_acceptor(peer, own))
             }
-            Transport::Shm(channel) => channel.peer_user().map_or(Origin::UnknownUser, Origin::User),
+            Transport::Shm(channel) => channel.peer_user().map_or(Origin::UnknownUser, Origin::user),
         }
     }
 

@@ -12,6 +12,7 @@ use std::mem::MaybeUninit;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
+use thruway_tcp::Origin;
 
 /// Calls that are taken at a time.
 const CALLS: usize = 256;
@@ -103,7 +104,6 @@ pub(crate) fn start_connect(addr: SocketAddr, config: &Config) -> io::Result<Soc
         IpAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
     };
     let everywhere = [addr.ip(), wildcard, Ipv6Addr::UNSPECIFIED.into()].map(|ip| SocketAddr::new(ip, addr.port()));
-    let own = rustix::process::geteuid();
     let mut refused = io::Error::from(Errno::CONNREFUSED);
     for at in everywhere {
         let fd = socket()?;
@@ -114,7 +114,7 @@ pub(crate) fn start_connect(addr: SocketAddr, config: &Config) -> io::Result<Soc
             Err(error) => return Err(error.into()),
         }
         let user = sockopt::socket_peercred(&fd)?.uid;
-        if config.any_user || user.is_root() || user == own {
+        if config.any_user || Origin::user(user.as_raw()).is_own_user() {
             return Ok(Socket { fd, local: addr, memory: SetUp::Awaited });
         }
         let why = format!("another user (number {}) listens there for shared memory", user.as_raw());
