@@ -241,7 +241,12 @@ pub(crate) fn waiting_sleeps_and_wakes(lab: &Lab) {
 /// An RDMA Write makes no completion at its target. A thread that waits for the data does not sleep if a poll has placed them,
 /// and returns at whatever point of the wait they arrive.
 pub(crate) fn a_wait_for_memory_ends_with_the_write(lab: &Lab) {
-    let (a, mut b) = lab.pair();
+    let (mut a, mut b) = lab.pair();
+    // The accepting end may send when something has arrived (RFC 5044, 7.1.3), and nothing below drives it until then.
+    b.recv(100, 8, 8);
+    a.post(100, send(), &[a.mr.sge(8, 8)]).unwrap();
+    lab.ok(&mut a, 100);
+    lab.ok(&mut b, 100);
     let start = Instant::now();
     // A device that places data without the processor does not end the sleep, which has a limit of its own there.
     let marks = if lab.a.attributes().auto_progress { 5u8 } else { 50 };
