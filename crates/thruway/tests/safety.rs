@@ -1427,11 +1427,13 @@ fn a_dry_run_of_a_first_copy_lists_everything_and_makes_nothing() {
     write(lab.path("source/sub/f"), "x");
     let (daemon, source) = (lab.serve(&served), slash(&lab.path("source")));
     for target in [daemon.url("e/new/"), daemon.url("e/new"), slash(&lab.path("served/new"))] {
-        let result = cp(&lab, &args(&[&"-rn", &source, &target]));
-        let items: Vec<&str> =
-            result["items"].as_array().unwrap().iter().map(|item| item["path"].as_str().unwrap()).collect();
-        assert!(items.iter().any(|path| path.ends_with("sub/f")), "{target:?} {result}");
-        assert!(names(&served).is_empty());
+        for more in ["--verify=xxh3", "--delete"] {
+            let result = cp(&lab, &args(&[&"-rn", &more, &source, &target]));
+            let items: Vec<&str> =
+                result["items"].as_array().unwrap().iter().map(|item| item["path"].as_str().unwrap()).collect();
+            assert!(items.iter().any(|path| path.ends_with("sub/f")), "{target:?} {result}");
+            assert!(names(&served).is_empty());
+        }
     }
     // The copy itself would fail.
     for target in [daemon.url("e/a/new/"), slash(&lab.path("served/a/new"))] {

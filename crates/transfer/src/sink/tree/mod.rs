@@ -521,7 +521,10 @@ impl Tree {
         for name in thruway_fs::listing::names(&*dir)? {
             let name = match name {
                 Ok(name) => name,
+                // The missing destination of a dry run, which counts as an empty directory.
+                Err(Errno::NOENT) if remover.dry_run && rustix::fs::fstat(&dir)?.st_nlink == 0 => break,
                 Err(e) => {
+                    let e = io::Error::from(e);
                     let failure = io::Error::new(e.kind(), format!("the directory cannot be listed to its end: {e}"));
                     total.failure.get_or_insert((below.to_vec(), failure));
                     break;
