@@ -12,6 +12,7 @@ use std::ffi::{OsStr, OsString};
 use std::io::IsTerminal;
 use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::DirBuilderExt;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -561,6 +562,7 @@ impl CpArgs {
             into_directory: false,
             sources: Vec::new(),
             renamed: false,
+            made: None,
             local,
             id: [0; 16],
             options: self.options(),
@@ -865,27 +867,29 @@ fn pull(
     }
     let slash = target.as_os_str().as_bytes().ends_with(b"/");
     let contents = specs.iter().any(|s| s.name.is_empty());
+    let mut made = None;
     let (root, rename) = if target == Path::new("/dev/null") {
         (None, None)
     } else {
         let into = slash || contents || specs.len() > 1;
-        let (root, rename) = local_root(args, target, into, &job_id(args, sources, given, &export))?;
+        let (root, rename) = local_root(args, target, into, &job_id(args, sources, given, &export), &mut made)?;
         (root.map(Arc::new), rename)
     };
     let renamed = rename.is_some();
     if let (Some(name), [spec]) = (rename, specs.as_mut_slice()) {
         spec.name = name;
     }
-    Ok(Job { export, sources: specs, renamed, ..args.job(remote, Local::Directory(root))? })
+    Ok(Job { export, sources: specs, renamed, made, ..args.job(remote, Local::Directory(root))? })
 }
 
 /// The directory to receive into, and the name a single source gets instead of its own. A directory that does not
-/// exist is an empty one to a dry run.
+/// exist is an empty one to a dry run. Sets `made` if the directory is made.
 fn local_root(
     args: &CpArgs,
     target: &Path,
     into_directory: bool,
     job: &[u8; 16],
+    made: &mut Option<i64>,
 ) -> Result<(Option<OwnedFd>, Option<Vec<u8>>), String> {
     let failed = |path: &Path, e: std::io::Error| format!("{}: {e}", path.display());
     let open = |path: &Path| {
@@ -908,11 +912,14 @@ fn local_root(
         return Ok((Some(sink::nowhere().map_err(|e| e.to_string())?), None));
     }
     if into_directory {
-        match std::fs::create_dir(target) {
+        let since = sink::time_now();
+        match std::fs::DirBuilder::new().mode(0o700).create(target) {
+            Ok(()) => *made = Some(since),
             // Another copy has made it.
-            Err(e) if e.kind() != std::io::ErrorKind::AlreadyExists => return Err(failed(target, e)),
-            _ => return Ok((Some(open(target)?), None)),
+            Err(e) if e.kind() == std::io::ErrorKind::AlreadyExists => {}
+            Err(e) => return Err(failed(target, e)),
         }
+        return Ok((Some(open(target)?), None));
     }
     let name = target.file_name().ok_or_else(|| format!("{}: not a name for a file", target.display()))?;
     Ok((Some(open(parent)?), Some(name.as_bytes().to_vec())))

@@ -41,6 +41,7 @@ fn job(addr: &str, source: &std::path::Path, number: usize) -> Job {
         into_directory: false,
         sources: Vec::new(),
         renamed: false,
+        made: None,
         local: Local::Sources(vec![(source.into(), b"source".to_vec())]),
         id,
         options: TreeOptions::default(),

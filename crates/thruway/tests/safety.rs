@@ -37,6 +37,12 @@ fn mode(path: impl AsRef<Path>, mode: u32) {
     fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap();
 }
 
+/// Sets the modification time, in seconds since 1970.
+fn set_modified(path: &Path, seconds: u64) {
+    let time = std::time::UNIX_EPOCH + std::time::Duration::from_secs(seconds);
+    fs::File::open(path).unwrap().set_modified(time).unwrap();
+}
+
 fn mode_of(path: impl AsRef<Path>) -> u32 {
     fs::symlink_metadata(path).unwrap().mode() & 0o7777
 }
@@ -1723,5 +1729,59 @@ fn users_that_a_user_namespace_does_not_tell_apart_are_not_trusted() {
         command.args(&mapped).arg(THRUWAY).args(["cp", "--provider", provider]).arg(served.join("secret"));
         let out = command.arg(daemon.url("e/")).env("HOME", lab.dir.path()).output().unwrap();
         assert!(out.status.code() == Some(1) && !hostile.join("secret").exists(), "{provider}: {}", stderr(&out));
+    }
+}
+
+#[test]
+fn the_destination_of_contents_is_as_private_as_their_directory() {
+    let lab = Lab::new();
+    let (served, key) = (lab.mkdir("served"), lab.path("key"));
+    write(lab.path("private/f"), "x");
+    mode(lab.path("private"), 0o700);
+    set_modified(&lab.path("private"), 1_000_000_000);
+    assert!(thruway(lab.dir.path()).args(["keygen", "--quiet", "--output"]).arg(&key).status().unwrap().success());
+    let public = fs::read_to_string(key.with_extension("pub")).unwrap().trim().to_string();
+    let allowed = lab.path("authorized");
+    fs::write(&allowed, format!("create {public}\n")).unwrap();
+    let (keys, exported) = ([OsStr::new("--authorized-keys"), allowed.as_os_str()], export("e", &served, ""));
+    let restricted = Daemon::start(&[&keys[..], &[OsStr::new("--export"), &exported]].concat());
+    let (daemon, from) = (lab.serve(&served), lab.serve(lab.dir.path()));
+    let source = slash(&lab.path("private"));
+    for (number, option) in ["-r", "-a"].into_iter().enumerate() {
+        let name = |how: &str| format!("{how}{number}");
+        let there = |how: &str| served.join(name(how));
+        cp(&lab, &args(&[&option, &source, &there("local")]));
+        cp(&lab, &args(&[&option, &source, &daemon.url(&format!("e/{}", name("pushed")))]));
+        cp(&lab, &args(&[&option, &"--key", &key, &source, &restricted.url(&format!("e/{}", name("restricted")))]));
+        cp(&lab, &args(&[&option, &from.url("e/private/"), &there("pulled")]));
+        for how in ["local", "pushed", "restricted", "pulled"] {
+            let meta = fs::metadata(there(how)).unwrap();
+            assert_eq!(meta.permissions().mode() & 0o777, 0o700, "{option} {how}");
+            assert_eq!(meta.mtime() == 1_000_000_000, option == "-a", "{option} {how}");
+        }
+    }
+    // Files from several places have no directory.
+    let several = |to: &OsStr| cp(&lab, &args(&[&lab.path("private/f"), &lab.path("key.pub"), &to]));
+    several(&slash(&served.join("local")));
+    several(&daemon.url("e/pushed/"));
+    let plain = lab.mkdir("plain");
+    for how in ["local", "pushed"] {
+        assert_eq!(mode_of(served.join(how)), mode_of(&plain), "{how}");
+    }
+    // The first attempt ends before the directory has its attributes.
+    fs::write(lab.path("private/large"), noise(24 << 20, 1)).unwrap();
+    for (to, at) in [(served.join("cut1").into_os_string(), "cut1"), (daemon.url("e/cut2"), "cut2")] {
+        let mut child = thruway(lab.dir.path());
+        let mut child = child.args(["cp", "-r", "--quiet", "--bwlimit", "8M"]).arg(&source).arg(&to).spawn().unwrap();
+        while !served.join(at).exists() {
+            std::thread::sleep(std::time::Duration::from_millis(1));
+        }
+        assert_eq!(mode_of(served.join(at)), 0o700);
+        child.kill().unwrap();
+        child.wait().unwrap();
+        mode(lab.path("private"), 0o755);
+        cp(&lab, &args(&[&"-r", &source, &to]));
+        mode(lab.path("private"), 0o700);
+        assert_eq!(mode_of(served.join(at)) & 0o700, 0o700, "{at}");
     }
 }

@@ -95,6 +95,8 @@ pub struct Job {
     pub sources: Vec<SourceSpec>,
     /// Pull: the name of the only source is that of the destination itself, so a directory does not replace a file there.
     pub renamed: bool,
+    /// Pull: the directory to receive into was made for this job, with mode 0700, after this [`sink::time_now`].
+    pub made: Option<i64>,
     /// Our end.
     pub local: Local,
     /// Identifies the job when it is tried again.
@@ -149,6 +151,7 @@ impl Job {
             into_directory: false,
             sources: Vec::new(),
             renamed: false,
+            made: None,
             local,
             id: random(),
             options: TreeOptions { recursive: true, ..TreeOptions::default() },
@@ -338,6 +341,7 @@ fn attempt(
             let names = Some(job.sources.iter().map(|s| s.name.clone()).collect());
             let target = Target {
                 root: root.clone(),
+                made: job.made,
                 job: job.id,
                 named: RootNames { names, only: true, is_destination: job.renamed },
                 trust: Trust::Operator,

@@ -34,6 +34,7 @@ fn push(served: &Served, source: &Path, options: TreeOptions) -> (Summary, Vec<S
         into_directory: true,
         sources: Vec::new(),
         renamed: false,
+        made: None,
         local: Local::Sources(vec![(source.into(), Vec::new())]),
         id: [1; 16],
         options: TreeOptions { recursive: true, ..options },

@@ -202,6 +202,7 @@ fn open_dev(asked: &SessionRequest) -> Result<Work, Refusal> {
         Direction::Push if asked.path == b"null" => {
             let target = Target {
                 root: None,
+                made: None,
                 job: asked.job,
                 named: RootNames::default(),
                 trust: Trust::Peer,
@@ -236,6 +237,7 @@ fn open_push(
         let (parent, name) = beneath::split(path);
         Ok((export.open_dir(base, parent).map_err(shown)?, Some(name.to_vec())))
     };
+    let mut made = None;
     let (dir, rename) = match export.open_dir(base, path) {
         Ok(dir) if asked.into_directory || path.is_empty() => (dir, None),
         Ok(dir) => match by_name() {
@@ -249,7 +251,8 @@ fn open_push(
         }
         Err(Errno::NOENT) if asked.into_directory => {
             let failed = |e: std::io::Error| (AbortCode::Refused, format!("{}: {e}", export.shown(&asked.path)));
-            make_dir(export, base, path).map_err(failed)?;
+            let since = sink::time_now();
+            made = make_dir(export, base, path).map_err(failed)?.then_some(since);
             (export.open_dir(base, path).map_err(shown)?, None)
         }
         Err(Errno::NOENT | Errno::NOTDIR | Errno::LOOP) if !asked.into_directory && !path.is_empty() => by_name()?,
@@ -258,6 +261,7 @@ fn open_push(
     let destination = destination_in(&dir, rename.clone()).map_err(shown)?;
     let target = Target {
         root: Some(Arc::new(dir)),
+        made,
         job,
         named: match &rename {
             Some(name) => RootNames::destination(name.clone()),
@@ -280,14 +284,16 @@ fn told(error: SessionError) -> Refusal {
     (error.code().unwrap_or(AbortCode::Failed), error.to_string())
 }
 
-fn make_dir(export: &Served, base: &OwnedFd, path: &[u8]) -> std::io::Result<()> {
+/// Makes a directory with mode 0700. False if there is one.
+fn make_dir(export: &Served, base: &OwnedFd, path: &[u8]) -> std::io::Result<bool> {
     let (parent, name) = beneath::split(path);
     let dir = export.open_dir(base, parent)?;
     let name = Path::new(std::ffi::OsStr::from_bytes(name));
     // Its name is made durable with what is put into it.
-    match rustix::fs::mkdirat(&dir, name, Mode::from_raw_mode(0o777)) {
+    match rustix::fs::mkdirat(&dir, name, Mode::RWXU) {
+        Ok(()) => Ok(true),
         // Another copy has made it.
-        Ok(()) | Err(Errno::EXIST) => Ok(()),
+        Err(Errno::EXIST) => Ok(false),
         Err(e) => Err(e.into()),
     }
 }

@@ -426,7 +426,7 @@ impl Files {
                 *last_dir = None;
                 match self.tree.make_directory(path, meta) {
                     Ok(made) => {
-                        self.counters.others.fetch_add(1, Ordering::Relaxed);
+                        self.count_directory(path);
                         self.defer(&record, made);
                     }
                     Err(e) => self.fail_directory(path, &e),
@@ -473,8 +473,15 @@ impl Files {
             Record::Keep { .. } if !self.discard => self.defer(record, None),
             Record::Keep { .. } => {}
             Record::Attributes { .. } => {}
+            Record::Dir { path, .. } => self.count_directory(path),
             _ => drop(self.counters.others.fetch_add(1, Ordering::Relaxed)),
         }
+    }
+
+    /// Counts a directory. The destination itself counts only if it gets attributes.
+    fn count_directory(&self, path: &[u8]) {
+        let counts = !path.is_empty() || self.params.options.preserve;
+        self.counters.others.fetch_add(counts.into(), Ordering::Relaxed);
     }
 
     fn other(&self, path: &[u8], result: io::Result<Shortcomings>) {

@@ -166,6 +166,11 @@ impl Earlier {
         std::mem::take(&mut self.directories)
     }
 
+    /// Adds a directory that the job has made.
+    pub(crate) fn add_directory(&mut self, key: Key, made: Made) {
+        self.directories.insert(key, made);
+    }
+
     /// The unfinished file that this version, in this very file, is.
     fn unfinished(&self, key: &Key, version: &Version, identity: Identity) -> Option<Unfinished> {
         self.unfinished.get(key).filter(|u| u.fingerprint == version.fingerprint(identity)).copied()

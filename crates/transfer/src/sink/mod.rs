@@ -145,6 +145,8 @@ pub struct Target {
     pub root: Option<Arc<OwnedFd>>,
     /// Identifies the job, for resuming.
     pub job: [u8; 16],
+    /// The root directory was made for this session, with mode 0700, and after this [`time_now`].
+    pub made: Option<i64>,
     /// Entries of the root directory that the command names.
     pub named: RootNames,
     /// How far the source is trusted.
@@ -196,6 +198,14 @@ impl Prepared {
                 None => {}
             }
             leftovers = leftovers::survey(root, &target.job).filter(|_| target.listed);
+            let own =
+                target.made.map(|since| tree::own_root(root, since, target.replace && target.listed, options.preserve));
+            if let Some(made) = own.transpose().map_err(|e| LocalError::io("the destination", e))?.flatten() {
+                if let Some(journal) = &journal {
+                    journal.directory(&journal::key_of(b""), made);
+                }
+                earlier.add_directory(journal::key_of(b""), made);
+            }
         }
         Ok(Prepared { target, journal, earlier, leftovers })
     }
@@ -220,6 +230,11 @@ impl Prepared {
 /// what it holds may be what the filters leave out.
 fn clears_directories(options: &crate::wire::TreeOptions) -> bool {
     options.delete && options.exclude.is_empty()
+}
+
+/// The time for [`Target::made`].
+pub fn time_now() -> i64 {
+    made::Made::now()
 }
 
 /// An open directory that has been removed: it is empty, and nothing can be made in it. Stands for the missing destination of a

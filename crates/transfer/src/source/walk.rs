@@ -338,12 +338,10 @@ impl Walker {
         if !path.is_empty() && !self.may_name(&path, Named::Directory) {
             return Ok(());
         }
-        if !path.is_empty() || self.params.options.preserve {
-            let root = Arc::clone(tree.root());
-            let from = From { root, dir: Some(Arc::clone(dir)), below: Vec::new(), name: c"".into() };
-            let meta = self.meta(&from, &path, stat);
-            self.append(&Record::Dir { path: path.clone(), meta })?;
-        }
+        let root = Arc::clone(tree.root());
+        let from = From { root, dir: Some(Arc::clone(dir)), below: Vec::new(), name: c"".into() };
+        let meta = self.meta(&from, &path, stat);
+        self.append(&Record::Dir { path: path.clone(), meta })?;
         let mut keep = KeepList { path: path.clone(), below: to.len() as u32, names: Vec::new(), bytes: 0 };
         let listed = self.list(tree, (dir, (stat.st_dev, stat.st_ino)), (to, below), &mut keep)?;
         if self.params.options.delete {

@@ -396,7 +396,7 @@ impl Tree {
     /// directory, a link to one included, gives way. `None` if the job has not made it.
     pub(crate) fn make_directory(&self, path: &[u8], meta: &Meta) -> io::Result<Option<Made>> {
         if path.is_empty() {
-            return Ok(None);
+            return Ok(self.made_before.lock().expect("no panics under the lock").remove(&key_of(path)));
         }
         let place = self.place(path)?;
         let (parent, _) = split(path);
@@ -443,7 +443,9 @@ impl Tree {
             let set = dir.and_then(|dir| dir.map_or(Ok(()), |dir| self.set_permissions(&dir, 0o777 & !self.umask)));
             set.err().map(|e| (path, e))
         };
-        early.paths.into_iter().filter_map(set).collect()
+        // The root directory, if it got no record: the sources are files.
+        let root = self.made_before.lock().expect("no panics under the lock").remove(&key_of(b""));
+        early.paths.into_iter().chain(root.map(|made| (Vec::new(), made))).filter_map(set).collect()
     }
 
     /// Leaves the directories of the job to its next attempt: one of them lacks attributes.
@@ -549,6 +551,19 @@ impl Tree {
         }
         Ok(total)
     }
+}
+
+/// Takes a root directory that was opened after it was made as one of the job. With `preserve`, it loses what it has inherited.
+/// `None` if somebody else may have put another one in its place, unless the source may change any.
+pub(crate) fn own_root(root: &OwnedFd, since: i64, any: bool, preserve: bool) -> io::Result<Option<Made>> {
+    let (identity, stat) = Identity::of(root, c"")?;
+    if !any && !is_new(identity, &stat, since) {
+        return Ok(None);
+    }
+    if preserve {
+        Tree::drop_inherited(root.as_fd())?;
+    }
+    Ok(Some(Made::Done(identity.fingerprint())))
 }
 
 /// The process's umask, read without changing it.
