@@ -8,10 +8,11 @@ use rustix::fs::{Mode, OFlags, RawDir};
 use rustix::io::{Errno, Result};
 use std::collections::VecDeque;
 use std::ffi::CString;
+use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, OwnedFd};
 
 /// Bytes of entries read by one system call, as by `readdir(3)`.
-const BUFFER_LEN: usize = 32 << 10;
+pub(crate) const BUFFER_LEN: usize = 32 << 10;
 
 /// Iterator over the names in a directory, without `.` and `..`. It ends after an error; the list is then incomplete.
 pub struct Names {
@@ -31,28 +32,38 @@ pub fn names(dir: impl AsFd) -> Result<Names> {
     Ok(Names { dir, buffer: Vec::with_capacity(BUFFER_LEN), read: VecDeque::new(), ended: false })
 }
 
+/// Reads one buffer of names from the position of the descriptor, without `.` and `..`. Returns the position behind them; `None` at the
+/// end of the directory.
+pub(crate) fn read_some(
+    dir: impl AsFd,
+    buffer: &mut [MaybeUninit<u8>],
+    mut each: impl FnMut(CString),
+) -> Result<Option<u64>> {
+    let mut entries = RawDir::new(dir, buffer);
+    loop {
+        match entries.next() {
+            None => return Ok(None),
+            Some(Err(Errno::INTR)) => {}
+            Some(Err(e)) => return Err(e),
+            Some(Ok(entry)) => {
+                let position = entry.next_entry_cookie();
+                if !matches!(entry.file_name().to_bytes(), b"." | b"..") {
+                    each(entry.file_name().into());
+                }
+                if entries.is_buffer_empty() {
+                    return Ok(Some(position));
+                }
+            }
+        }
+    }
+}
+
 impl Names {
     /// Reads one buffer of entries.
     fn fill(&mut self) -> Result<()> {
-        let mut entries = RawDir::new(&self.dir, self.buffer.spare_capacity_mut());
-        loop {
-            match entries.next() {
-                None => {
-                    self.ended = true;
-                    return Ok(());
-                }
-                Some(Err(Errno::INTR)) => {}
-                Some(Err(e)) => {
-                    self.ended = true;
-                    return Err(e);
-                }
-                Some(Ok(entry)) if matches!(entry.file_name().to_bytes(), b"." | b"..") => {}
-                Some(Ok(entry)) => self.read.push_back(entry.file_name().into()),
-            }
-            if entries.is_buffer_empty() {
-                return Ok(());
-            }
-        }
+        let read = read_some(&self.dir, self.buffer.spare_capacity_mut(), |name| self.read.push_back(name));
+        self.ended = !matches!(read, Ok(Some(_)));
+        read.map(drop)
     }
 }
 

@@ -1,23 +1,20 @@
 //! Removes an entry with all beneath it.
 //!
-//! Iterative, with the same descriptors whatever the depth: up again goes by `..`, checked against where the way down began.
-//! Never follows a link and never leaves the file system. Keeps files in use as disks and directories of other file
-//! systems, which are failures, and the entries that [`Remover::spares`] selects.
+//! Iterative, with the same number of descriptors at any depth: the way up is `..`, compared with the directory of the way down.
+//! Follows no links and stays in the file system. Files in use as disks and directories of other file systems stay, and are
+//! failures. Entries that [`Remover::spares`] selects stay, too.
 
 use crate::disk_lock;
-use rustix::fs::{AtFlags, FileType, Mode, OFlags, RawDir, SeekFrom, Statx, StatxFlags};
+use crate::listing::{self, BUFFER_LEN};
+use rustix::fs::{AtFlags, FileType, Mode, OFlags, SeekFrom, Statx, StatxFlags};
 use rustix::io::Errno;
 use std::ffi::{CStr, CString};
 use std::io;
-use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
-/// Bytes of names that are read from a directory at a time.
-const BUFFER_LEN: usize = 32 << 10;
-
-/// What became of a removal.
+/// Result of a removal.
 #[derive(Debug, Default)]
 pub struct Removed {
     /// Entries removed, or, in a dry run, that would be.
@@ -37,9 +34,9 @@ impl Removed {
 /// Selects entries by path. The second argument looks up whether the entry is a directory.
 pub type Spares<'a> = dyn Fn(&[u8], &dyn Fn() -> bool) -> bool + 'a;
 
-/// How to remove.
+/// Parameters of a removal.
 pub struct Remover<'a> {
-    /// Whether the entry with this path is left alone, with all beneath it.
+    /// True for the path of an entry that stays, with all beneath it.
     pub spares: &'a Spares<'a>,
     /// Count, remove nothing.
     pub dry_run: bool,
@@ -110,15 +107,16 @@ impl Mount {
 struct Level {
     name: CString,
     names: Vec<CString>,
-    /// Where the next names are read, and whether there are any.
+    /// Position of the next names in the directory.
     position: u64,
+    /// The end of the directory has not been read.
     more: bool,
     /// How often names were read in this pass. File systems may leave out names if others are removed in between.
     reads: usize,
     is_first_pass: bool,
     /// Something was removed in this pass.
     progress: bool,
-    /// Something of it stays.
+    /// An entry of it stays.
     stays: bool,
     /// Inode number.
     inode: u64,
@@ -149,12 +147,12 @@ impl Removal {
         })
     }
 
-    /// What has become of it so far.
+    /// The result so far.
     pub fn removed(&self) -> &Removed {
         &self.removed
     }
 
-    /// Goes on until it is done, which it returns, or until this time, but for one entry at least.
+    /// Continues until the end or until this time, but at least for one entry. True at the end.
     pub fn run(&mut self, remover: &Remover<'_>, until: Option<Instant>) -> bool {
         if self.state == State::New {
             self.state = State::Inside;
@@ -215,7 +213,7 @@ impl Removal {
         Ok(level)
     }
 
-    /// Deals with one name of the directory at the top of the stack, or with its end.
+    /// Processes one name of the directory at the top of the stack, or its end.
     fn step(&mut self, remover: &Remover<'_>) -> io::Result<()> {
         let top = self.stack.last_mut().expect("checked by the caller");
         let fd = self.fd.as_ref().expect("open while the stack has levels");
@@ -293,32 +291,18 @@ impl Level {
     /// Reads the next names.
     fn fill(&mut self, fd: &OwnedFd) -> io::Result<()> {
         rustix::fs::seek(fd, SeekFrom::Start(self.position))?;
-        let mut buffer = vec![MaybeUninit::uninit(); BUFFER_LEN];
-        let mut entries = RawDir::new(fd, &mut buffer);
-        loop {
-            match entries.next() {
-                None => {
-                    self.more = false;
-                    return Ok(());
-                }
-                Some(Err(Errno::INTR)) => {}
-                Some(Err(e)) => return Err(e.into()),
-                Some(Ok(entry)) => {
-                    self.position = entry.next_entry_cookie();
-                    if !matches!(entry.file_name().to_bytes(), b"." | b"..") {
-                        self.names.push(entry.file_name().into());
-                    }
-                }
-            }
-            if entries.is_buffer_empty() && !self.names.is_empty() {
-                self.reads += 1;
-                return Ok(());
-            }
+        let mut buffer = Vec::<u8>::with_capacity(BUFFER_LEN);
+        while self.more && self.names.is_empty() {
+            let read = listing::read_some(fd, buffer.spare_capacity_mut(), |name| self.names.push(name))?;
+            self.more = read.is_some();
+            self.position = read.unwrap_or(self.position);
         }
+        self.reads += usize::from(!self.names.is_empty());
+        Ok(())
     }
 }
 
-/// Removes what is not a directory; false if it is one.
+/// Removes an entry other than a directory. False for a directory.
 fn plain(
     remover: &Remover<'_>,
     dir: &OwnedFd,
@@ -362,16 +346,13 @@ fn count(remover: &Remover<'_>, path: &[u8], removed: &mut Removed) {
     (remover.on_removed)(path);
 }
 
-/// For what is never over before its end.
-pub static NEVER: AtomicBool = AtomicBool::new(false);
-
 /// Type, inode number and mount of an open file, or of the one with this name in a directory.
 fn examine(dir: impl AsFd, name: &CStr) -> io::Result<Statx> {
     let flags = if name.is_empty() { AtFlags::EMPTY_PATH } else { AtFlags::SYMLINK_NOFOLLOW };
     Ok(rustix::fs::statx(dir, name, flags, StatxFlags::TYPE | StatxFlags::INO | StatxFlags::MNT_ID)?)
 }
 
-/// True as well if that cannot be found out.
+/// Also true if the lookup fails.
 fn is_directory(dir: impl AsFd, name: &CStr) -> bool {
     let stat = rustix::fs::statat(dir, name, AtFlags::SYMLINK_NOFOLLOW);
     stat.map_or(true, |stat| rustix::fs::FileType::from_raw_mode(stat.st_mode).is_dir())
@@ -405,6 +386,8 @@ mod tests {
     use super::*;
     use std::fs;
 
+    static NEVER: AtomicBool = AtomicBool::new(false);
+
     #[test]
     fn a_tree_goes_whatever_its_depth_and_links_are_not_followed() {
         let dir = tempfile::tempdir().unwrap();
@@ -412,7 +395,7 @@ mod tests {
         fs::create_dir(dir.path().join("outside")).unwrap();
         fs::write(dir.path().join("outside/precious"), "").unwrap();
         let mut inner = rustix::fs::openat(&fd, c".", OFlags::RDONLY, Mode::empty()).unwrap();
-        // Deeper than any path may be long, or any recursion deep.
+        // Deeper than the limits of paths and of recursion.
         for _ in 0..5000 {
             rustix::fs::mkdirat(&inner, c"d", Mode::from_raw_mode(0o755)).unwrap();
             inner = open(&inner, c"d").unwrap();

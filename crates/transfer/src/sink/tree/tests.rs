@@ -3,7 +3,8 @@ use crate::sink::journal::{Present, ResumeDecision, Version};
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 use std::path::Path;
-use thruway_fs::remove::NEVER;
+
+static NEVER: AtomicBool = AtomicBool::new(false);
 
 fn tree_with(dir: &Path, preserve: bool, delete: bool, trust: Trust) -> Tree {
     let manner =
