@@ -297,7 +297,7 @@ fn copy(args: &CpArgs, common: &Common, sources: &[Given<'_>], target: &Given<'_
     }
     let pipelines = PipelineSet::new().map_err(|e| e.to_string())?;
     if is_local(target) {
-        keys::use_journal_secret_or_number();
+        keys::use_journal_secret_or_public_value();
     }
     let is_local_copy = sources.iter().chain([target]).all(is_local);
     let depth = affordable_depth(args, if is_local_copy { 2 } else { 1 })?;

@@ -89,8 +89,8 @@ pub(crate) fn use_journal_secret() -> Result<(), String> {
     journal_secret(&path).map(set_journal_secret).map_err(|e| format!("{}: {e}", path.display()))
 }
 
-/// As [`use_journal_secret`], but takes the same number for each process of this user if there is no secret.
-pub(crate) fn use_journal_secret_or_number() {
+/// As [`use_journal_secret`]. Without a secret, takes a value that is the same for each process of this user, but no secret.
+pub(crate) fn use_journal_secret_or_public_value() {
     if let Err(error) = use_journal_secret() {
         tracing::debug!(error, "no secret for journals: other users who may write to the destination could forge them");
         let mut hasher = blake3::Hasher::new_derive_key("thruway journals without a secret");
