@@ -1772,8 +1772,9 @@ fn the_destination_of_contents_is_as_private_as_their_directory() {
     fs::write(lab.path("private/large"), noise(24 << 20, 1)).unwrap();
     for (to, at) in [(served.join("cut1").into_os_string(), "cut1"), (daemon.url("e/cut2"), "cut2")] {
         let mut child = thruway(lab.dir.path());
-        let mut child = child.args(["cp", "-r", "--quiet", "--bwlimit", "8M"]).arg(&source).arg(&to).spawn().unwrap();
+        let mut child = child.args(["cp", "-r", "--quiet", "--bwlimit", "1M"]).arg(&source).arg(&to).spawn().unwrap();
         while !served.join(at).exists() {
+            assert!(child.try_wait().unwrap().is_none(), "over before it was interrupted");
             std::thread::sleep(std::time::Duration::from_millis(1));
         }
         assert_eq!(mode_of(served.join(at)), 0o700);
