@@ -614,10 +614,7 @@ fn attributes_that_only_the_copy_has_are_removed_with_p() {
         rustix::fs::setxattr(source.join("f"), "user.kept", b"v", none).unwrap();
         let update = |option: &str| {
             let result = cp(&lab, &args(&[&"-au", &option, &slash(&source), &target]));
-            let item = |item: &serde_json::Value| format!("{} {}", item["path"], item["reason"]).replace('"', "");
-            let mut items: Vec<String> = result["items"].as_array().unwrap().iter().map(item).collect();
-            items.sort();
-            items
+            items(&result)
         };
         cp(&lab, &args(&[&"-a", &slash(&source), &target]));
         assert!(update("-n").is_empty());
@@ -641,12 +638,7 @@ fn attributes_that_only_the_copy_has_are_removed_with_p() {
         assert!(!kept.contains("user.extra") && !list(&copy.join("dir")).contains("user.extra"), "{kept:?}");
     }
     // A key without the right to replace changes nothing that exists; what it creates has the attributes of the source.
-    let (key, allowed) = (lab.path("key"), lab.path("allowed"));
-    assert!(thruway(lab.dir.path()).args(["keygen", "--quiet", "--output"]).arg(&key).status().unwrap().success());
-    let public = fs::read_to_string(key.with_extension("pub")).unwrap();
-    fs::write(&allowed, format!("read,create {public}")).unwrap();
-    let keys = [OsStr::new("--authorized-keys"), allowed.as_os_str(), OsStr::new("--export")];
-    let daemon = Daemon::start(&[&keys[..], &[&export("e", &served, "")]].concat());
+    let (key, daemon) = lab.serve_to_key("read,create", &served);
     let copy = served.join("new");
     rustix::fs::setxattr(copy.join("f"), "user.extra", b"v", none).unwrap();
     set_acl(&copy, "default", [7, 7, 7, 7, 7]);
@@ -662,6 +654,122 @@ fn attributes_that_only_the_copy_has_are_removed_with_p() {
     }
     assert_eq!((rights(&copy), rights(&copy.join("dir"))), before);
     assert!(thruway_fs::xattr::has(fs::File::open(copy.join("f")).unwrap().as_fd(), b"user.extra", b"v"));
+}
+
+/// Reasons and paths of the items of a copy, sorted.
+fn items(result: &serde_json::Value) -> Vec<String> {
+    let item = |item: &serde_json::Value| format!("{} {}", item["path"], item["reason"]).replace('"', "");
+    let mut items: Vec<String> = result["items"].as_array().unwrap().iter().map(item).collect();
+    items.sort();
+    items
+}
+
+fn mkfifo(path: &Path) {
+    rustix::fs::mknodat(rustix::fs::CWD, path, rustix::fs::FileType::Fifo, rustix::fs::Mode::from(0o644), 0).unwrap();
+}
+
+#[test]
+fn equal_links_and_pipes_are_not_made_again() {
+    let lab = Lab::new();
+    let (source, copy) = (lab.mkdir("source"), lab.path("copy"));
+    symlink("target", source.join("link")).unwrap();
+    mkfifo(&source.join("pipe"));
+    for name in ["link", "pipe"] {
+        fs::hard_link(source.join(name), source.join(format!("{name}2"))).unwrap();
+    }
+    let numbers = || {
+        let number = |name: &str| fs::symlink_metadata(copy.join(name)).unwrap().ino();
+        ["link", "link2", "pipe", "pipe2"].map(number)
+    };
+    cp(&lab, &args(&[&"-a", &slash(&source), &copy]));
+    let before = numbers();
+    for option in ["-n", "-v", "-v"] {
+        let result = cp(&lab, &args(&[&"-a", &option, &slash(&source), &copy]));
+        assert!(items(&result).is_empty(), "{result}");
+        assert_eq!(numbers(), before);
+    }
+    // Without -p, their attributes do not count.
+    mode(copy.join("pipe"), 0o600);
+    let out = try_cp(&lab, &args(&[&"-r", &slash(&source), &copy]));
+    assert!(out.status.code() == Some(1) && stderr(&out).contains("pipe"), "pipes need -p: {}", stderr(&out));
+    assert_eq!((numbers(), mode_of(copy.join("pipe"))), (before, 0o600));
+    // With -p they do, and a link with another target is another entry.
+    fs::remove_file(source.join("link2")).unwrap();
+    symlink("elsewhere", source.join("link2")).unwrap();
+    let result = cp(&lab, &args(&[&"-a", &"-v", &slash(&source), &copy]));
+    assert_eq!(items(&result), ["link2 target differs", "pipe attributes", "pipe2 hard link"]);
+    assert_same(&source, &copy, Compare::Everything);
+}
+
+#[test]
+fn a_key_that_may_only_create_completes_copies_with_links_and_pipes() {
+    let lab = Lab::new();
+    let source = lab.mkdir("source");
+    for i in 0..20 {
+        symlink(format!("target{i}"), source.join(format!("link{i:02}"))).unwrap();
+    }
+    mkfifo(&source.join("pipe"));
+    fs::hard_link(source.join("link00"), source.join("linked")).unwrap();
+    for i in 0..400 {
+        fs::write(source.join(format!("file{i}")), noise(20_000, i)).unwrap();
+    }
+    for rights in ["create", "read,create"] {
+        let served = lab.mkdir(&format!("served-{rights}"));
+        let (key, daemon) = lab.serve_to_key(rights, &served);
+        let to = |name: &str, more: &[&str]| {
+            let mut list = args(&[&"-a", &"--retries", &"0", &"--key", &key]);
+            list.extend(more.iter().map(os));
+            list.extend([slash(&source), daemon.url(&format!("e/{name}"))]);
+            list
+        };
+        let made = served.join("new");
+        let slow = to("new", &["--quiet", "--bwlimit", "1M"]);
+        let mut child = thruway(lab.dir.path()).arg("cp").args(slow).spawn().unwrap();
+        let links = || names(&made).iter().filter(|name| name.starts_with("link")).count();
+        while !made.exists() || links() < 5 {
+            assert!(child.try_wait().unwrap().is_none(), "it ended before it was interrupted");
+            std::thread::sleep(std::time::Duration::from_millis(1));
+        }
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert!(names(&made).iter().filter(|name| name.starts_with("file")).count() < 400);
+        cp(&lab, &to("new", &[]));
+        assert_same(&source, &made, Compare::Everything);
+        // Equal entries of others count as done only for a key that may read them.
+        fs::create_dir(served.join("others")).unwrap();
+        symlink("target0", served.join("others/link00")).unwrap();
+        symlink("other", served.join("others/link01")).unwrap();
+        for option in ["-n", "-v"] {
+            let out = try_cp(&lab, &to("others", &[option]));
+            let text = stderr(&out);
+            assert!(out.status.code() == Some(1) && text.contains("link01: there is an entry"), "{text}");
+            assert_eq!(text.contains("link00: there is an entry"), rights == "create", "{text}");
+            assert_eq!(text.matches("no right to replace").count(), if rights == "create" { 2 } else { 1 }, "{text}");
+        }
+        assert_eq!(fs::read_link(served.join("others/link01")).unwrap(), Path::new("other"));
+    }
+}
+
+#[test]
+fn a_newer_file_that_is_skipped_keeps_its_attributes() {
+    let lab = Lab::new();
+    let (source, copy) = (lab.mkdir("source"), lab.path("copy"));
+    for name in ["newer", "equal"] {
+        write(source.join(name), "content");
+        set_modified(&source.join(name), 1_000_000);
+    }
+    cp(&lab, &args(&[&"-a", &slash(&source), &copy]));
+    set_modified(&copy.join("newer"), 2_000_000);
+    for name in ["newer", "equal"] {
+        mode(copy.join(name), 0o600);
+        mode(source.join(name), 0o644);
+    }
+    for option in ["-n", "-v"] {
+        let result = cp(&lab, &args(&[&"-au", &option, &slash(&source), &copy]));
+        assert_eq!((items(&result), &result["skipped"]), (vec!["equal attributes".into()], &2.into()), "{result}");
+    }
+    assert_eq!((mode_of(copy.join("newer")), mode_of(copy.join("equal"))), (0o600, 0o644));
+    assert_eq!(fs::metadata(copy.join("newer")).unwrap().mtime(), 2_000_000);
 }
 
 #[test]

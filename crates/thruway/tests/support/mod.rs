@@ -49,6 +49,20 @@ impl Lab {
     pub(crate) fn serve(&self, dir: &Path) -> Daemon {
         Daemon::start(&[OsStr::new("--export"), &export("e", dir, "")])
     }
+
+    /// A daemon that serves `dir` as `e` to one key with these rights, and the path of the key.
+    pub(crate) fn serve_to_key(&self, rights: &str, dir: &Path) -> (PathBuf, Daemon) {
+        let (key, allowed) = (self.path(&format!("key-{rights}")), self.path(&format!("allowed-{rights}")));
+        if !key.exists() {
+            let made = thruway(self.dir.path()).args(["keygen", "--quiet", "--output"]).arg(&key).status();
+            assert!(made.unwrap().success());
+        }
+        let public = fs::read_to_string(format!("{}.pub", key.display())).unwrap();
+        fs::write(&allowed, format!("{rights} {public}")).unwrap();
+        let keys = [OsStr::new("--authorized-keys"), allowed.as_os_str(), OsStr::new("--export")];
+        let daemon = Daemon::start(&[&keys[..], &[&export("e", dir, "")]].concat());
+        (key, daemon)
+    }
 }
 
 pub(crate) fn export(name: &str, dir: &Path, mode: &str) -> OsString {

@@ -11,7 +11,7 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use thruway_fs::Identity;
-use thruway_fs::xattr::{ACCESS_ACL, DEFAULT_ACL};
+use thruway_fs::xattr::{ACCESS_ACL, Attributes, DEFAULT_ACL};
 
 /// How far a source is trusted with attributes that give rights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -198,8 +198,23 @@ impl Tree {
     }
 
     /// True if [`Tree::apply`] would not change the owner.
-    pub(super) fn has_owner(&self, stat: &Stat, meta: &Meta) -> bool {
+    fn has_owner(&self, stat: &Stat, meta: &Meta) -> bool {
         !self.keeps_owner() || (stat.st_gid == meta.gid && (stat.st_uid == meta.uid || !self.privileged))
+    }
+
+    /// True if the entry has the mode, owner and times that a copy with `-p` would give it.
+    pub(super) fn has_plain_attributes(&self, stat: &Stat, meta: &Meta) -> bool {
+        let is_link = FileType::from_raw_mode(stat.st_mode) == FileType::Symlink;
+        (stat.st_mtime, stat.st_mtime_nsec as u32) == meta.mtime
+            && (is_link || stat.st_mode & 0o7777 == self.mode(meta))
+            && self.has_owner(stat, meta)
+    }
+
+    /// True if these are the extended attributes that a copy with `-p` would give the entry.
+    pub(super) fn has_extended_attributes(&self, here: &Attributes, meta: &Meta) -> bool {
+        let is_at_source = |name: &Vec<u8>| meta.xattrs_partial || meta.xattrs.iter().any(|(other, _)| other == name);
+        let mut compared = here.iter().filter(|(name, _)| self.is_compared(name));
+        meta.xattrs.iter().all(|one| here.contains(one)) && compared.all(|(name, _)| is_at_source(name))
     }
 
     /// Applies attributes to an open file or directory; those that could not be kept are told.

@@ -17,14 +17,20 @@ const NOT_COMPARED: &str = "not compared";
 impl Files {
     /// Reports the entry of a record as an item, if the options of the session ask for items.
     pub(super) fn itemize(&self, record: &Record) {
-        if !self.params.options.itemize {
-            return;
+        if self.params.options.itemize
+            && let Some((path, reason)) = self.reason_of(record)
+        {
+            self.item(path, reason);
         }
+    }
+
+    /// The path of a record's entry and the reason to change it; `None` if it is not changed.
+    fn reason_of<'a>(&self, record: &'a Record) -> Option<(&'a [u8], &'static str)> {
         let (path, reason) = match record {
             Record::File { path, meta } => (path, self.file_reason(path, meta)),
             Record::Begin { path, resume: true, .. } => (path, Some("resumed")),
             Record::Begin { path, meta, .. } => (path, self.file_reason(path, meta)),
-            Record::Dir { path, .. } if path.is_empty() => return,
+            Record::Dir { path, .. } if path.is_empty() => return None,
             Record::Dir { path, meta } => (path, self.reason(path, meta, |_| None)),
             Record::Symlink { path, target, meta } => {
                 (path, self.reason(path, meta, |_| self.target_reason(path, target)))
@@ -35,20 +41,25 @@ impl Files {
             }
             Record::Attributes { path, meta } => (path, self.reason(path, meta, |_| None)),
             Record::Link { path, target } => (path, self.link_reason(path, target)),
-            Record::Keep { .. } => return,
+            Record::Keep { .. } => return None,
         };
-        if let Some(reason) = reason {
-            self.item(path, reason);
-        }
+        Some((path, reason?))
     }
 
-    /// In a dry run, reports an entry that a copy does not replace because it is a file in use as a disk. False if there is none.
+    /// In a dry run, reports an entry that a copy does not replace: a file in use as a disk, or any without the right to replace.
+    /// False if there is none.
     pub(super) fn would_fail(&self, record: &Record) -> bool {
         // Pieces of a large file, which a dry run sends of devices only, need its beginning.
         let is_large = matches!(record, Record::Begin { .. });
         let Some(path) = record.makes().filter(|_| self.params.options.dry_run && !is_large) else { return false };
-        let checked = self.tree.find(path).map(|place| check_disk(&place.dir, &place.name));
-        let Ok(Err(e)) = checked else { return false };
+        let replaced = |place: Place| {
+            let checked = check_disk(&place.dir, &place.name);
+            checked.and_then(|()| match self.reason_of(record) {
+                Some((_, reason)) if reason != NEW => self.tree.may_replace(),
+                _ => Ok(()),
+            })
+        };
+        let Ok(Err(e)) = self.tree.find(path).map(replaced) else { return false };
         self.fail(path, &e);
         true
     }
@@ -102,7 +113,7 @@ impl Files {
         if let Some(reason) = differs(&stat) {
             return Some(reason);
         }
-        if !self.params.options.preserve {
+        if !self.params.options.preserve || self.tree.may_replace().is_err() {
             return None;
         }
         match self.has_attributes(path, &stat, meta) {
@@ -114,21 +125,16 @@ impl Files {
 
     /// True if the entry has the attributes that a copy with `-p` would give it; `None` if the peer may not know.
     fn has_attributes(&self, path: &[u8], stat: &Stat, meta: &Meta) -> Option<bool> {
-        let is_link = FileType::from_raw_mode(stat.st_mode) == FileType::Symlink;
-        let same = (stat.st_mtime, stat.st_mtime_nsec as u32) == meta.mtime
-            && (is_link || stat.st_mode & 0o7777 == self.tree.mode(meta))
-            && self.tree.has_owner(stat, meta);
-        if !same {
+        if !self.tree.has_plain_attributes(stat, meta) {
             return Some(false);
         }
         let read = |place: Place| thruway_fs::xattr::read(place.dir.as_fd(), &place.name);
         let Ok(here) = self.tree.find(path).and_then(read) else { return Some(false) };
-        let mut compared = here.iter().filter(|(name, _)| self.tree.is_compared(name));
         if !self.tree.manner.readable {
+            let mut compared = here.iter().filter(|(name, _)| self.tree.is_compared(name));
             return (meta.xattrs.is_empty() && compared.next().is_none()).then_some(true);
         }
-        let is_at_source = |name: &Vec<u8>| meta.xattrs_partial || meta.xattrs.iter().any(|(other, _)| other == name);
-        Some(meta.xattrs.iter().all(|one| here.contains(one)) && compared.all(|(name, _)| is_at_source(name)))
+        Some(self.tree.has_extended_attributes(&here, meta))
     }
 
     fn target_reason(&self, path: &[u8], target: &[u8]) -> Option<&'static str> {

@@ -14,7 +14,7 @@
 //! A failed sync voids everything that is not in place: [`Journal::void`].
 
 use crate::auth::to_hex;
-use crate::sink::made::Made;
+use crate::sink::made::{Made, MadeBefore};
 use crate::sink::tree::{JOURNAL_PREFIX, JOURNAL_SUFFIX};
 use rustix::fs::{AtFlags, CWD, Mode, OFlags, Timespec, Timestamps};
 use std::collections::{HashMap, HashSet};
@@ -47,18 +47,20 @@ const PLACED: u8 = 4;
 const VOID: u8 = 5;
 /// The job has succeeded. Valid only as the last record of a journal: a later attempt appends a header after it.
 const COMPLETE: u8 = 6;
-/// A directory is about to be made, was made, or was not made, by the record's length field. It has its attributes when [`SETTLED`]
-/// follows.
+/// A directory is about to be made, was made, or was not made, by the state in the record's length field. It has its attributes when
+/// [`SETTLED`] follows.
 const DIRECTORY: u8 = 7;
-const DIRECTORY_BEGUN: u32 = 0;
-const DIRECTORY_MADE: u32 = 1;
-const DIRECTORY_NOT_MADE: u32 = 2;
+const STATE_BEGUN: u32 = 0;
+const STATE_MADE: u32 = 1;
+const STATE_NOT_MADE: u32 = 2;
 /// All directories recorded so far have their attributes.
 const SETTLED: u8 = 8;
 /// The job has changed the inode of a file that it had put in place: its change time was the first number and is the second now.
 const LINKED: u8 = 9;
+/// A link or special file is about to be made, was made, or was not made, as with [`DIRECTORY`].
+const ENTRY: u8 = 10;
 /// Highest type of a record.
-const LAST_TYPE: u8 = LINKED;
+const LAST_TYPE: u8 = ENTRY;
 
 /// Bytes of the secret of journals.
 pub const SECRET_LEN: usize = 32;
@@ -124,8 +126,7 @@ pub(crate) struct Earlier {
     lacking: HashSet<u64>,
     /// Large files with recorded ranges.
     unfinished: HashMap<Key, Unfinished>,
-    /// Directories that an earlier attempt made and that may lack their attributes.
-    directories: HashMap<Key, Made>,
+    made: MadeBefore,
 }
 
 /// A large file of which ranges are recorded.
@@ -151,8 +152,8 @@ pub(crate) struct Present {
     pub(crate) identity: Identity,
     /// Time of its last change, nanoseconds.
     pub(crate) ctime: i64,
-    /// It was modified no earlier than the one offered.
-    pub(crate) as_new: bool,
+    /// Its time of modification compared with that of the one offered.
+    pub(crate) age: std::cmp::Ordering,
 }
 
 impl Earlier {
@@ -161,14 +162,14 @@ impl Earlier {
         self.placed.is_empty() && self.unfinished.is_empty()
     }
 
-    /// Directories that an earlier attempt made and that may lack their attributes.
-    pub(crate) fn take_directories(&mut self) -> HashMap<Key, Made> {
-        std::mem::take(&mut self.directories)
+    /// Directories, links and special files that earlier attempts made.
+    pub(crate) fn take_made(&mut self) -> MadeBefore {
+        std::mem::take(&mut self.made)
     }
 
     /// Adds a directory that the job has made.
     pub(crate) fn add_directory(&mut self, key: Key, made: Made) {
-        self.directories.insert(key, made);
+        self.made.directories.insert(key, made);
     }
 
     /// The unfinished file that this version, in this very file, is.
@@ -189,8 +190,8 @@ impl Earlier {
             if self.placed.get(&short(key)) == Some(&placed) {
                 return ResumeDecision::Placed { lacking: self.lacking.contains(&short(key)) };
             }
-            if update && present.as_new {
-                return ResumeDecision::UpToDate;
+            if update && present.age.is_ge() {
+                return ResumeDecision::UpToDate { is_newer: present.age.is_gt() };
             }
             // Killed between its rename and the record of it. With the record, it was changed since.
             let recorded = |u: &Unfinished| self.placed.get(&short(key)).is_some_and(|(of, _)| *of == u.fingerprint);
@@ -212,8 +213,8 @@ impl Earlier {
 pub(crate) enum ResumeDecision {
     /// Put in place by an earlier attempt, and not changed since; `lacking` some of its attributes.
     Placed { lacking: bool },
-    /// As new as the source's.
-    UpToDate,
+    /// As new as the source's, or newer.
+    UpToDate { is_newer: bool },
     /// Perhaps in place: if all that is recorded can be read back, and the rest are holes.
     CheckInPlace(Unfinished),
     /// What is recorded of its temporary file need not be sent, if it can be read back.
@@ -362,12 +363,17 @@ impl Journal {
     /// Records a directory: before it is made, and with its identity afterwards. A later attempt applies the attributes of the
     /// source to it.
     pub(crate) fn directory(&self, key: &Key, made: Made) {
-        self.append(&directory_record(key, made));
+        self.append(&made_record(DIRECTORY, key, Some(made)));
     }
 
     /// Records that a directory was not made: there was one already, or it failed.
     pub(crate) fn no_directory(&self, key: &Key) {
-        self.append(&record(DIRECTORY, key, 0, 0, DIRECTORY_NOT_MADE, &[0; DIGEST_LEN]));
+        self.append(&made_record(DIRECTORY, key, None));
+    }
+
+    /// Records a link or special file: before it is made, and with its identity afterwards; `None` if it was not made.
+    pub(crate) fn entry(&self, key: &Key, made: Option<Made>) {
+        self.append(&made_record(ENTRY, key, made));
     }
 
     /// Records that all directories of the job have their attributes. A later attempt does not change them again.
@@ -399,8 +405,8 @@ impl Journal {
     fn append(&self, records: &[u8]) {
         let mut state = self.state();
         let records = &seal_all(records, &state.key);
-        // Records of directories do not depend on a sync.
-        if state.failed || (state.voided && records[0] != DIRECTORY) {
+        // These do not depend on a sync.
+        if state.failed || (state.voided && !matches!(records[0], DIRECTORY | ENTRY)) {
             return;
         }
         let written = state.medium.write_all(records);
@@ -409,18 +415,20 @@ impl Journal {
         state.kept = true;
     }
 
-    /// Forgets the files of earlier attempts, and returns the rest of `earlier`: the directories, which stay recorded.
+    /// Forgets the files of earlier attempts, and returns the rest of `earlier`: entries without content, which stay recorded.
     pub(crate) fn restart(&self, earlier: Earlier) -> Earlier {
         let mut state = self.state();
         let mut records = header(&state.key).to_vec();
-        let directories: Vec<u8> =
-            earlier.directories.iter().flat_map(|(key, made)| directory_record(key, *made)).collect();
-        records.extend(seal_all(&directories, &state.key));
+        let MadeBefore { directories, entries } = &earlier.made;
+        let directories = directories.iter().map(|(key, made)| made_record(DIRECTORY, key, Some(*made)));
+        let entries = entries.iter().map(|(key, made)| made_record(ENTRY, key, Some(*made)));
+        let made: Vec<u8> = directories.chain(entries).flatten().collect();
+        records.extend(seal_all(&made, &state.key));
         let done = state.medium.keep(0).and_then(|()| state.medium.write_all(&records));
         state.position = records.len() as u64;
-        state.kept = !earlier.directories.is_empty();
+        state.kept = !made.is_empty();
         state.note(done);
-        Earlier { directories: earlier.directories, ..Earlier::default() }
+        Earlier { made: earlier.made, ..Earlier::default() }
     }
 
     /// Records that the job has succeeded, before the success is reported to the source. If this process ends before it removes
@@ -572,11 +580,14 @@ fn record(kind: u8, key: &Key, fingerprint: u64, number: u64, len: u32, digest: 
     out
 }
 
-fn directory_record(key: &Key, made: Made) -> [u8; RECORD_LEN] {
-    match made {
-        Made::Begun(at) => record(DIRECTORY, key, 0, at as u64, DIRECTORY_BEGUN, &[0; DIGEST_LEN]),
-        Made::Done(fingerprint) => record(DIRECTORY, key, fingerprint, 0, DIRECTORY_MADE, &[0; DIGEST_LEN]),
-    }
+/// A record of type [`DIRECTORY`] or [`ENTRY`].
+fn made_record(kind: u8, key: &Key, made: Option<Made>) -> [u8; RECORD_LEN] {
+    let (fingerprint, number, state) = match made {
+        Some(Made::Begun(at)) => (0, at as u64, STATE_BEGUN),
+        Some(Made::Done(fingerprint)) => (fingerprint, 0, STATE_MADE),
+        None => (0, 0, STATE_NOT_MADE),
+    };
+    record(kind, key, fingerprint, number, state, &[0; DIGEST_LEN])
 }
 
 /// The first record, with its checksum.
@@ -674,12 +685,15 @@ impl Earlier {
                 }
             }
             VOID => self.unfinished.clear(),
-            DIRECTORY => match range_of(record).len {
-                DIRECTORY_BEGUN => drop(self.directories.insert(key, Made::Begun(field(record, 28) as i64))),
-                DIRECTORY_MADE => drop(self.directories.insert(key, Made::Done(fingerprint))),
-                _ => drop(self.directories.remove(&key)),
-            },
-            SETTLED => self.directories.clear(),
+            kind @ (DIRECTORY | ENTRY) => {
+                let known = if kind == DIRECTORY { &mut self.made.directories } else { &mut self.made.entries };
+                match range_of(record).len {
+                    STATE_BEGUN => drop(known.insert(key, Made::Begun(field(record, 28) as i64))),
+                    STATE_MADE => drop(known.insert(key, Made::Done(fingerprint))),
+                    _ => drop(known.remove(&key)),
+                }
+            }
+            SETTLED => self.made.directories.clear(),
             _ => {}
         }
     }
@@ -796,7 +810,7 @@ mod tests {
     }
 
     fn placed(earlier: &Earlier, key: &Key, v: &Version, i: Identity, ctime: i64) -> bool {
-        let present = Some(Present { identity: i, ctime, as_new: false });
+        let present = Some(Present { identity: i, ctime, age: std::cmp::Ordering::Less });
         matches!(earlier.judge((key, v), present, false, || None), ResumeDecision::Placed { .. })
     }
 
@@ -812,7 +826,7 @@ mod tests {
         std::fs::rename(&names[0], &names[1]).unwrap();
         assert!(!Journal::exists(&fd, &[2; 16]));
         let (journal, mut earlier) = Journal::open(&fd, &[2; 16]).unwrap();
-        assert!(earlier.take_directories().is_empty());
+        assert!(earlier.take_made().directories.is_empty());
         drop(journal);
         // A copy of a journal is another file, and a journal with another key.
         let (journal, _) = Journal::open(&fd, &[1; 16]).unwrap();
@@ -822,7 +836,7 @@ mod tests {
         std::fs::write(&names[1], &copied).unwrap();
         std::fs::rename(&names[1], &names[0]).unwrap();
         assert!(!Journal::exists(&fd, &[1; 16]));
-        assert!(Journal::open(&fd, &[1; 16]).unwrap().1.take_directories().is_empty());
+        assert!(Journal::open(&fd, &[1; 16]).unwrap().1.take_made().directories.is_empty());
     }
 
     #[test]
@@ -851,7 +865,7 @@ mod tests {
         let (other_job, other) = Journal::open(&fd, &[2; 16]).unwrap();
         assert!(other.is_empty());
         drop(other_job);
-        let present = Some(Present { identity: I, ctime: 77, as_new: false });
+        let present = Some(Present { identity: I, ctime: 77, age: std::cmp::Ordering::Less });
         for lacking in [true, false, true] {
             let (journal, _) = Journal::open(&fd, &[2; 16]).unwrap();
             journal.placed([(&a, &V, I, 77, lacking)].into_iter());
@@ -875,7 +889,7 @@ mod tests {
         let open = || {
             let (journal, mut earlier) = Journal::open(&fd, &[1; 16]).unwrap();
             assert!(earlier.is_empty(), "no file is recorded");
-            (journal, earlier.take_directories())
+            (journal, earlier.take_made().directories)
         };
         let (a, b, c) = (key_of(b"a"), key_of(b"b"), key_of(b"c"));
         let expected = HashMap::from([(a, Made::Begun(5)), (b, Made::Done(7))]);
@@ -892,7 +906,7 @@ mod tests {
         drop(journal);
         // An attempt that forgets the files of earlier ones.
         let (journal, earlier) = Journal::open(&fd, &[1; 16]).unwrap();
-        assert_eq!(journal.restart(earlier).take_directories(), expected);
+        assert_eq!(journal.restart(earlier).take_made().directories, expected);
         drop(journal);
         let (journal, found) = open();
         assert_eq!(found, expected);
@@ -933,7 +947,7 @@ mod tests {
     fn a_whole_file_that_was_renamed_but_not_recorded_is_to_be_checked_in_place() {
         let (_keep, fd) = dir();
         let key = key_of(b"f");
-        let present = Some(Present { identity: I, ctime: 9, as_new: false });
+        let present = Some(Present { identity: I, ctime: 9, age: std::cmp::Ordering::Less });
         let (journal, _) = Journal::open(&fd, &[1; 16]).unwrap();
         journal.begun(&key, &V, I);
         journal.range(&key, &V, I, &range(0, 100));

@@ -1,13 +1,15 @@
-//! Directories that a job has made, and how it recognises them: somebody else may have made another one under the same path since.
+//! Entries that a job has made, and how it recognises them: somebody else may have made another one under the same path since.
 
+use super::journal::Key;
 use rustix::fs::Statx;
+use std::collections::HashMap;
 use thruway_fs::Identity;
 use thruway_fs::identity::nanoseconds;
 
-/// Longest time from the record of a directory to its birth, nanoseconds.
+/// Longest time from the record of an entry to its birth, nanoseconds.
 const BIRTH_DELAY_MAX: i64 = 2_000_000_000;
 
-/// A directory of a job.
+/// A directory, link or special file of a job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Made {
     /// About to be made at this time, in nanoseconds since 1970. The attempt ended before it recorded the identity.
@@ -17,7 +19,7 @@ pub(crate) enum Made {
 }
 
 impl Made {
-    /// True for the directory that was made. Without its identity, true for a directory of this user with a birth within
+    /// True for the entry that was made. Without its identity, true for an entry of this user with a birth within
     /// [`BIRTH_DELAY_MAX`] of the record.
     pub(crate) fn is(&self, identity: Identity, stat: &Statx) -> bool {
         match *self {
@@ -34,6 +36,15 @@ impl Made {
         let now = rustix::time::clock_gettime(rustix::time::ClockId::RealtimeCoarse);
         now.tv_sec.wrapping_mul(1_000_000_000).wrapping_add(now.tv_nsec)
     }
+}
+
+/// Entries that earlier sessions of a job made.
+#[derive(Debug, Default)]
+pub(crate) struct MadeBefore {
+    /// Directories that may lack their attributes.
+    pub(crate) directories: HashMap<Key, Made>,
+    /// Links and special files, if the source has no right to replace.
+    pub(crate) entries: HashMap<Key, Made>,
 }
 
 /// True for an entry of this user that was born at this time of [`Made::now`] or later. A name can come to mean an older entry as soon

@@ -280,7 +280,7 @@ pub fn run(
         named: target.named.clone(),
     };
     let tree_root = Arc::clone(&root);
-    let tree = Arc::new(Tree::new(root, manner, journal.clone(), earlier.take_directories()));
+    let tree = Arc::new(Tree::new(root, manner, journal.clone(), earlier.take_made()));
     let on_commit = on_commit(&counters, &events, progress);
     let committer = Arc::new(Committer::start(Arc::clone(&tree), journal.clone(), on_commit).map_err(local)?);
     let over = Arc::clone(&tree.over);

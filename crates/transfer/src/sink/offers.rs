@@ -70,7 +70,7 @@ impl Files {
         let present = found.as_ref().map(|(identity, s)| Present {
             identity: *identity,
             ctime: nanoseconds(s.stx_ctime),
-            as_new: (s.stx_mtime.tv_sec, s.stx_mtime.tv_nsec) >= entry.mtime,
+            age: (s.stx_mtime.tv_sec, s.stx_mtime.tv_nsec).cmp(&entry.mtime),
         });
         let temp = temp_name(&place.name, &self.job, &key);
         let look = || find(&temp).filter(|(_, s)| s.stx_nlink == 1).map(|(identity, _)| identity);
@@ -79,12 +79,12 @@ impl Files {
             (ResumeDecision::Placed { lacking }, Some(found)) => {
                 self.resumed((&entry.path, &place), key, found, lacking)
             }
-            (ResumeDecision::UpToDate, Some((identity, _))) => {
+            (ResumeDecision::UpToDate { is_newer }, Some((identity, _))) => {
                 if !self.earlier.is_empty() {
                     self.remove_begun(&place, &key);
                 }
-                // Without the right to replace, the attributes stay as they are.
-                let preserve = self.params.options.preserve && self.tree.may_replace().is_ok();
+                // A newer file keeps its attributes, and so does any file without the right to replace it.
+                let preserve = self.params.options.preserve && !is_newer && self.tree.may_replace().is_ok();
                 if preserve && !self.promise(key, Promise::Attributes { identity, ours: false }) {
                     return Answer::Send;
                 }
@@ -127,7 +127,7 @@ impl Files {
                 self.has_got_on(have);
                 Answer::Except(good)
             }
-            (ResumeDecision::Missing | ResumeDecision::Placed { .. } | ResumeDecision::UpToDate, _)
+            (ResumeDecision::Missing | ResumeDecision::Placed { .. } | ResumeDecision::UpToDate { .. }, _)
             | (ResumeDecision::CheckInPlace(_), None) => Answer::Send,
         }
     }

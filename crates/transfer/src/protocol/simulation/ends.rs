@@ -341,8 +341,11 @@ impl SinkEnd {
         let disk = self.disk.lock();
         let same = |name: &str| disk.content(name).is_some_and(|c| c.len() as u64 == entry.size);
         let find = |name: &str| disk.inode(name).filter(|_| same(name));
-        let present =
-            find(&name).map(|i| Present { identity: disk.identity(i), ctime: disk.changed(i), as_new: false });
+        let present = find(&name).map(|i| Present {
+            identity: disk.identity(i),
+            ctime: disk.changed(i),
+            age: std::cmp::Ordering::Less,
+        });
         let judgement =
             self.earlier.judge((&key, &version), present, false, || find(&temp(&name)).map(|i| disk.identity(i)));
         drop(disk);
@@ -361,7 +364,7 @@ impl SinkEnd {
                 self.told.extend(lacking.then_some(name));
                 done(&mut self.summary)
             }
-            ResumeDecision::UpToDate => unreachable!("nobody asked for an update"),
+            ResumeDecision::UpToDate { .. } => unreachable!("nobody asked for an update"),
             ResumeDecision::CheckInPlace(unfinished) => match self.read_back(&name, &key, &unfinished) {
                 good if good == [(0, entry.size)] => {
                     self.told.extend(lacks(&name).then_some(name));

@@ -218,10 +218,55 @@ impl Tree {
     pub(crate) fn symlink(&self, path: &[u8], target: &[u8], meta: &Meta) -> io::Result<Shortcomings> {
         let place = self.place(path)?;
         let target = CString::new(target)?;
+        let is_equal = |entry: &Unopened| {
+            rustix::fs::readlinkat(entry, c"", Vec::new()).is_ok_and(|here| here.as_bytes() == target.as_bytes())
+        };
+        if let Some(short) = self.keep_equal(path, &place, meta, is_equal)? {
+            return Ok(short);
+        }
         self.replace(path, &place, (false, None), |dir, name| rustix::fs::symlinkat(&target, dir, name))?;
         // They come after its name, and it cannot be synced itself.
         self.changed().many |= self.manner.preserve;
         Ok(self.apply_unopened(&place.dir, &place.name, FileType::Symlink, meta))
+    }
+
+    /// Leaves a link or special file as it is if it equals the one of the record. `None` if it differs, in attributes too unless
+    /// the source has no right to replace it, or if the source has no right to learn that.
+    fn keep_equal(
+        &self,
+        path: &[u8],
+        place: &Place,
+        meta: &Meta,
+        is_equal: impl FnOnce(&Unopened) -> bool,
+    ) -> io::Result<Option<Shortcomings>> {
+        let Ok(entry) = Unopened::look(&place.dir, &place.name) else { return Ok(None) };
+        let kind = FileType::from_raw_mode(meta.mode);
+        let (identity, stat) = Identity::of(&entry, c"")?;
+        if FileType::from_raw_mode(entry.stat.st_mode) != kind || self.is_made((identity, &stat)) || !is_equal(&entry) {
+            return Ok(None);
+        }
+        let is_of_job = self.entries_before.get(&key_of(path)).is_some_and(|made| made.is(identity, &stat));
+        if !(is_of_job || self.manner.readable || self.manner.replace) {
+            return Ok(None);
+        }
+        let has_attributes = !self.manner.preserve
+            || self.has_plain_attributes(&entry.stat, meta)
+                && thruway_fs::xattr::read(entry.as_fd(), c"")
+                    .is_ok_and(|here| self.has_extended_attributes(&here, meta));
+        if !has_attributes && self.manner.replace {
+            return Ok(None);
+        }
+        // Other names of a linked entry can be entries of their own at the source.
+        if is_of_job || entry.stat.st_nlink <= 1 {
+            self.remember_identity(identity, &stat);
+        }
+        // An earlier attempt may not have synced its name and attributes.
+        self.change(split(path).0);
+        self.changed().many |= self.manner.preserve;
+        if has_attributes || !is_of_job {
+            return Ok(Some(Shortcomings::default()));
+        }
+        Ok(Some(self.apply_unopened(&place.dir, &place.name, kind, meta)))
     }
 
     /// Makes a special file, replacing what is there.
@@ -235,6 +280,11 @@ impl Tree {
             return Err(io::Error::new(io::ErrorKind::InvalidData, "not a special file"));
         }
         let place = self.place(path)?;
+        let is_device = matches!(kind, FileType::CharacterDevice | FileType::BlockDevice);
+        let is_equal = |entry: &Unopened| !is_device || entry.stat.st_rdev == rdev;
+        if let Some(short) = self.keep_equal(path, &place, meta, is_equal)? {
+            return Ok(short);
+        }
         // With -p, it gets its mode after an inherited access control list is removed.
         let mode = Mode::from_raw_mode(if self.manner.preserve { 0o600 } else { self.mode(meta) & 0o777 });
         self.replace(path, &place, (true, None), |dir, name| rustix::fs::mknodat(dir, name, kind, mode, rdev))?;
@@ -306,18 +356,26 @@ impl Tree {
             linked == Some(identity) || linked.is_none() && !is_file && self.may_be_made((identity, stat), since)
         };
         let remember = || {
-            if let Ok((identity, stat)) = Identity::of(&place.dir, &place.name)
-                && is_it(identity, &stat)
-            {
+            let (identity, stat) = Identity::of(&place.dir, &place.name).ok()?;
+            is_it(identity, &stat).then(|| {
                 self.remember_identity(identity, &stat);
-            }
+                Made::Done(identity.fingerprint())
+            })
         };
+        // Without the right to replace, a later attempt must recognise it.
+        let journal = self.journal.as_ref().filter(|_| linked.is_none() && !self.manner.replace);
+        let record = |made| journal.iter().for_each(|journal| journal.entry(&key_of(path), made));
+        record(Some(Made::Begun(since)));
         match self.writing(parent, || make(&place.dir, &place.name)) {
-            Err(Errno::EXIST) => {}
-            other => {
-                other?;
-                remember();
+            Ok(()) => {
+                record(remember());
                 return Ok(());
+            }
+            Err(e) => {
+                record(None);
+                if e != Errno::EXIST {
+                    return Err(e.into());
+                }
             }
         }
         let stat = rustix::fs::statat(&place.dir, &place.name, AtFlags::SYMLINK_NOFOLLOW)?;

@@ -16,7 +16,7 @@ pub(crate) use names::{JOURNAL_PREFIX, JOURNAL_SUFFIX, OWN_AGE_MAX_S, is_own_nam
 use super::RootNames;
 use super::attributes::{Before, Shortcomings, Told, Trust};
 use super::journal::{Journal, Key, key_of};
-use super::made::{Made, is_new};
+use super::made::{Made, MadeBefore, is_new};
 use crate::wire::Meta;
 use durability::Changed;
 use names::is_fresh_own;
@@ -64,6 +64,8 @@ pub(crate) struct Tree {
     early: Mutex<Early>,
     /// Directories made by earlier sessions of the job. One is removed when its record is taken.
     made_before: Mutex<HashMap<Key, Made>>,
+    /// Links and special files made by earlier sessions of the job.
+    entries_before: HashMap<Key, Made>,
     /// A directory lacks attributes that a later attempt can give it.
     is_unsettled: AtomicBool,
     /// Records the directories that are made.
@@ -119,13 +121,8 @@ pub(crate) struct Place {
 }
 
 impl Tree {
-    /// The tree beneath an open directory. `made_before`: directories that earlier sessions of the job made.
-    pub(crate) fn new(
-        root: Arc<OwnedFd>,
-        manner: Manner,
-        journal: Option<Arc<Journal>>,
-        made_before: HashMap<Key, Made>,
-    ) -> Tree {
+    /// The tree beneath an open directory. `before`: entries that earlier sessions of the job made.
+    pub(crate) fn new(root: Arc<OwnedFd>, manner: Manner, journal: Option<Arc<Journal>>, before: MadeBefore) -> Tree {
         Tree {
             root,
             manner,
@@ -134,7 +131,8 @@ impl Tree {
             volumes: Volumes::default(),
             changed: Mutex::default(),
             early: Mutex::default(),
-            made_before: Mutex::new(made_before),
+            made_before: Mutex::new(before.directories),
+            entries_before: before.entries,
             is_unsettled: AtomicBool::default(),
             journal,
             cleared: AtomicU64::new(0),

@@ -9,7 +9,7 @@ static NEVER: AtomicBool = AtomicBool::new(false);
 fn tree_with(dir: &Path, preserve: bool, delete: bool, trust: Trust) -> Tree {
     let manner =
         Manner { preserve, delete, replace: true, readable: true, confined: false, named: RootNames::default(), trust };
-    Tree::new(Arc::new(fs::File::open(dir).unwrap().into()), manner, None, HashMap::new())
+    Tree::new(Arc::new(fs::File::open(dir).unwrap().into()), manner, None, MadeBefore::default())
 }
 
 fn tree(dir: &Path) -> Tree {
@@ -386,7 +386,7 @@ fn links_to_devices_are_refused_only_if_the_command_may_name_them() {
             named: RootNames { names: named, ..RootNames::default() },
             trust: Trust::Operator,
         };
-        let tree = Tree::new(root, manner, None, HashMap::new());
+        let tree = Tree::new(root, manner, None, MadeBefore::default());
         assert_eq!(tree.make_directory(b"link", &Meta::default()).is_err(), is_refused);
         assert!(tree.make_directory(b"d/link", &Meta::default()).is_ok());
     }
@@ -415,7 +415,7 @@ fn directories_of_an_interrupted_session_get_their_attributes_from_the_next() {
                 named: RootNames::default(),
                 trust: Trust::Operator,
             };
-            let mut tree = Tree::new(Arc::clone(&root), manner, Some(Arc::new(journal)), earlier.take_directories());
+            let mut tree = Tree::new(Arc::clone(&root), manner, Some(Arc::new(journal)), earlier.take_made());
             tree.umask = umask;
             tree
         };
@@ -487,7 +487,7 @@ fn a_source_without_rights_links_only_to_files_of_its_own_job() {
             named: RootNames::default(),
             trust,
         };
-        let tree = Tree::new(root, manner, None, HashMap::new());
+        let tree = Tree::new(root, manner, None, MadeBefore::default());
         let linked = tree.link(b"link", b"secret");
         assert_eq!(linked.is_ok(), replace && readable, "{linked:?}");
         assert_eq!(dir.path().join("link").exists(), linked.is_ok());
@@ -559,7 +559,7 @@ fn attributes_of_a_job_go_to_its_own_directories_only() {
             let mut tree = tree_with(dir.path(), preserve, false, Trust::Operator);
             tree.manner.replace = false;
             tree.journal = Some(Arc::new(journal));
-            tree.made_before = Mutex::new(earlier.take_directories());
+            tree.made_before = Mutex::new(earlier.take_made().directories);
             tree
         };
         let (path, meta) = (dir.path().join(name), Meta { mode: 0o040_777, ..Meta::default() });
@@ -597,7 +597,7 @@ fn a_file_that_got_another_name_is_recorded_still() {
     let (key, version) = (key_of(b"f"), Version { size: 1, mtime: (1, 0), ctime: (2, 0) });
     let present = || {
         let (identity, stat) = Identity::of(&root, c"f").unwrap();
-        Present { identity, ctime: nanoseconds(stat.stx_ctime), as_new: false }
+        Present { identity, ctime: nanoseconds(stat.stx_ctime), age: std::cmp::Ordering::Less }
     };
     let (journal, _) = Journal::open(&root, &[1; 16]).unwrap();
     let mut tree = tree(dir.path());
