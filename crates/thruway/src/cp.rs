@@ -563,6 +563,7 @@ impl CpArgs {
             sources: Vec::new(),
             renamed: false,
             made: None,
+            note: None,
             local,
             id: [0; 16],
             options: self.options(),
@@ -867,29 +868,30 @@ fn pull(
     }
     let slash = target.as_os_str().as_bytes().ends_with(b"/");
     let contents = specs.iter().any(|s| s.name.is_empty());
-    let mut made = None;
+    let (mut made, mut note) = (None, None);
     let (root, rename) = if target == Path::new("/dev/null") {
         (None, None)
     } else {
         let into = slash || contents || specs.len() > 1;
-        let (root, rename) = local_root(args, target, into, &job_id(args, sources, given, &export), &mut made)?;
+        let (root, rename) =
+            local_root(args, target, into, &job_id(args, sources, given, &export), (&mut made, &mut note))?;
         (root.map(Arc::new), rename)
     };
     let renamed = rename.is_some();
     if let (Some(name), [spec]) = (rename, specs.as_mut_slice()) {
         spec.name = name;
     }
-    Ok(Job { export, sources: specs, renamed, made, ..args.job(remote, Local::Directory(root))? })
+    Ok(Job { export, sources: specs, renamed, made, note, ..args.job(remote, Local::Directory(root))? })
 }
 
 /// The directory to receive into, and the name a single source gets instead of its own. A directory that does not
-/// exist is an empty one to a dry run. Sets `made` if the directory is made.
+/// exist is an empty one to a dry run. Sets `made` if the directory is made, and `note` to a report about it.
 fn local_root(
     args: &CpArgs,
     target: &Path,
     into_directory: bool,
     job: &[u8; 16],
-    made: &mut Option<i64>,
+    (made, note): (&mut Option<i64>, &mut Option<String>),
 ) -> Result<(Option<OwnedFd>, Option<Vec<u8>>), String> {
     let failed = |path: &Path, e: std::io::Error| format!("{}: {e}", path.display());
     let open = |path: &Path| {
@@ -899,10 +901,13 @@ fn local_root(
     let parent = target.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
     if target.is_dir() {
         // A directory that an interrupted attempt made is not one that was there before.
-        if let (false, Some(name), Ok(above)) = (into_directory, target.file_name(), open(parent))
-            && Prepared::was_interrupted(&above, job)
-        {
-            return Ok((Some(above), Some(name.as_bytes().to_vec())));
+        if let (false, Some(name), Ok(above)) = (into_directory, target.file_name(), open(parent)) {
+            if Prepared::was_interrupted(&above, job, name.as_bytes()).map_err(|e| failed(target, e))? {
+                return Ok((Some(above), Some(name.as_bytes().to_vec())));
+            }
+            let dir = open(target)?;
+            *note = sink::leftovers::possible_maker(&above, &dir, name.as_bytes());
+            return Ok((Some(dir), None));
         }
         return Ok((Some(open(target)?), None));
     }

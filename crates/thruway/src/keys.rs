@@ -2,7 +2,7 @@
 
 use crate::directories;
 use clap::Args;
-use std::io::Write;
+use std::io::{Read, Write};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use thruway_cli::{Common, Failed};
@@ -92,6 +92,10 @@ pub(crate) fn use_journal_secret() -> Result<(), String> {
 /// As [`use_journal_secret`]. Without a secret, takes a value that is the same for each process of this user, but no secret.
 pub(crate) fn use_journal_secret_or_public_value() {
     if let Err(error) = use_journal_secret() {
+        // Without a home directory there is nothing to repair.
+        if directories::config().join("journal-key").exists() {
+            tracing::warn!("{error}; copies that were interrupted before may start over");
+        }
         tracing::debug!(error, "no secret for journals: other users who may write to the destination could forge them");
         let mut hasher = blake3::Hasher::new_derive_key("thruway journals without a secret");
         hasher.update(&std::fs::read("/etc/machine-id").unwrap_or_default());
@@ -101,34 +105,39 @@ pub(crate) fn use_journal_secret_or_public_value() {
 }
 
 fn journal_secret(path: &Path) -> std::io::Result<[u8; JOURNAL_SECRET_LEN]> {
-    let file = match std::fs::File::open(path) {
-        // Empty after a loss of power, perhaps.
-        Ok(file) if file.metadata()?.len() > 0 => file,
-        Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error),
-        other => {
-            let dir = path.parent().expect("below the configuration directory");
-            std::fs::create_dir_all(dir)?;
-            let mut file = tempfile::NamedTempFile::new_in(dir)?;
-            writeln!(file, "{}", to_hex(&random::<JOURNAL_SECRET_LEN>()))?;
-            file.as_file().sync_all()?;
-            match other {
-                Ok(_) => drop(file.persist(path).map_err(|e| e.error)?),
-                Err(_) => match file.persist_noclobber(path) {
-                    Ok(_) => {}
-                    // Another process was quicker.
-                    Err(e) if e.error.kind() == std::io::ErrorKind::AlreadyExists => {}
-                    Err(e) => return Err(e.error),
-                },
-            }
-            std::fs::File::open(path)?
+    let read = || -> std::io::Result<Option<_>> {
+        let mut file = std::fs::File::open(path)?;
+        let meta = file.metadata()?;
+        if meta.mode() & 0o077 != 0 || meta.uid() != rustix::process::geteuid().as_raw() {
+            return Err(std::io::Error::other("it belongs to another user, or others can read it"));
         }
+        let mut text = Vec::new();
+        file.read_to_end(&mut text)?;
+        Ok(std::str::from_utf8(&text).ok().and_then(|text| from_hex(text.trim())))
     };
-    let meta = file.metadata()?;
-    if meta.mode() & 0o077 != 0 || meta.uid() != rustix::process::geteuid().as_raw() {
-        return Err(std::io::Error::other("it belongs to another user, or others can read it"));
+    let known = match read() {
+        Ok(Some(secret)) => return Ok(secret),
+        Ok(None) => {
+            let path = path.display();
+            tracing::warn!("{path} is damaged and made again: copies that were interrupted before start over");
+            true
+        }
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => false,
+        Err(error) => return Err(error),
+    };
+    let dir = path.parent().expect("below the configuration directory");
+    std::fs::create_dir_all(dir)?;
+    let mut file = tempfile::NamedTempFile::new_in(dir)?;
+    writeln!(file, "{}", to_hex(&random::<JOURNAL_SECRET_LEN>()))?;
+    file.as_file().sync_all()?;
+    let kept = if known { file.persist(path) } else { file.persist_noclobber(path) };
+    match kept {
+        Ok(_) => {}
+        // Another process was quicker.
+        Err(e) if e.error.kind() == std::io::ErrorKind::AlreadyExists => {}
+        Err(e) => return Err(e.error),
     }
-    let text = std::io::read_to_string(file)?;
-    from_hex(text.trim()).ok_or_else(|| std::io::Error::other("not a secret of journals"))
+    read()?.ok_or_else(|| std::io::Error::other("it was damaged in the same moment"))
 }
 
 #[cfg(test)]
@@ -143,9 +152,13 @@ mod tests {
         let first = journal_secret(&path).unwrap();
         assert_eq!(journal_secret(&path).unwrap(), first);
         assert_eq!(std::fs::read_dir(path.parent().unwrap()).unwrap().count(), 1);
-        std::fs::write(&path, "").unwrap();
-        let second = journal_secret(&path).unwrap();
-        assert!(second != first && journal_secret(&path).unwrap() == second);
+        let mut last = first;
+        for damaged in [&b""[..], b"damaged", b"\xff\xfe", &[b'0'; 1 << 20]] {
+            std::fs::write(&path, damaged).unwrap();
+            let second = journal_secret(&path).unwrap();
+            assert!(second != last && journal_secret(&path).unwrap() == second);
+            last = second;
+        }
         std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o644)).unwrap();
         assert!(journal_secret(&path).is_err(), "others can read it");
     }

@@ -42,6 +42,7 @@ fn job(addr: &str, source: &std::path::Path, number: usize) -> Job {
         sources: Vec::new(),
         renamed: false,
         made: None,
+        note: None,
         local: Local::Sources(vec![(source.into(), b"source".to_vec())]),
         id,
         options: TreeOptions::default(),

@@ -211,6 +211,75 @@ fn what_is_excluded_stays_though_a_file_wants_its_directorys_name() {
     assert_eq!(fs::read_to_string(target.join("foo")).unwrap(), "a file");
 }
 
+/// Kills a copy when the files in a directory of its destination have 8 MiB.
+fn interrupt(lab: &Lab, command: &[OsString], dir: &Path) {
+    let mut child = thruway(lab.dir.path()).args(["cp", "--quiet"]).args(command).spawn().unwrap();
+    let blocks = || -> u64 {
+        let entries = fs::read_dir(dir).into_iter().flatten().flatten();
+        entries.filter_map(|e| e.metadata().ok()).map(|m| m.blocks()).sum()
+    };
+    while blocks() < (8 << 20) / 512 {
+        assert!(child.try_wait().unwrap().is_none(), "over before it was interrupted");
+        std::thread::sleep(std::time::Duration::from_millis(1));
+    }
+    child.kill().unwrap();
+    child.wait().unwrap();
+}
+
+#[test]
+fn a_repeated_copy_does_not_go_into_an_unfinished_directory_unnoticed() {
+    for how in ["push", "pull", "local"] {
+        let lab = Lab::new();
+        let (source, served) = (lab.mkdir("dir"), lab.mkdir("served"));
+        for i in 0..2 {
+            fs::write(source.join(format!("f{i}")), noise(24 << 20, i)).unwrap();
+        }
+        let daemon = lab.serve(if how == "pull" { lab.dir.path() } else { &served });
+        let new = served.join("new");
+        let paths = |name: &str, more: &str| {
+            let url = |path: &str| daemon.url(path);
+            let (from, mut to) = match how {
+                "push" => (os(lab.path(name)), url("e/new")),
+                "pull" => (url(&format!("e/{name}")), os(&new)),
+                _ => (os(lab.path(name)), os(&new)),
+            };
+            to.push(more);
+            args(&[&"-r", &"--bwlimit", &"30M", &from, &to])
+        };
+        interrupt(&lab, &paths("dir", ""), &new);
+        // A copy of something else goes into the directory, and says so.
+        write(lab.path("other/file"), "x");
+        let out = try_cp(&lab, &paths("other", ""));
+        assert!(out.status.success() && stderr(&out).contains("new may be unfinished"), "{how}: {}", stderr(&out));
+        assert!(new.join("other/file").exists());
+        fs::remove_dir_all(new.join("other")).unwrap();
+        // The journal is damaged, or has another secret.
+        let journal =
+            fs::read_dir(&served).unwrap().map(|e| e.unwrap().path()).find(|p| p.extension().is_some()).unwrap();
+        let flip = || {
+            let mut content = fs::read(&journal).unwrap();
+            content[60] ^= 1;
+            fs::write(&journal, content).unwrap();
+        };
+        flip();
+        let out = try_cp(&lab, &paths("dir", ""));
+        let text = stderr(&out);
+        assert!(
+            out.status.code() == Some(1) && text.contains("interrupted run") && text.contains("new/"),
+            "{how}: {text}"
+        );
+        assert!(!new.join("dir").exists());
+        cp(&lab, &paths("dir", "/"));
+        assert_same(&source, &new.join("dir"), Compare::Content);
+        fs::remove_dir_all(new.join("dir")).unwrap();
+        flip();
+        let result = cp(&lab, &paths("dir", ""));
+        assert!(result["resumed_bytes"].as_u64().unwrap() > 0, "{how}: {result}");
+        assert_same(&source, &new, Compare::Content);
+        assert_eq!(names(&served), ["new"]);
+    }
+}
+
 #[test]
 fn an_interrupted_copy_to_a_new_name_goes_on_at_that_name() {
     for how in ["push", "pull", "local"] {
@@ -232,17 +301,7 @@ fn an_interrupted_copy_to_a_new_name_goes_on_at_that_name() {
             _ => (os(lab.path("served/../dir")), os(lab.path("./served/new"))),
         };
         let command = args(&[&"-r", &"--bwlimit", &"30M", &from, &to]);
-        let mut child = thruway(lab.dir.path()).args(["cp", "--quiet"]).args(&command).spawn().unwrap();
-        let blocks = |dir: &Path| -> u64 {
-            let entries = fs::read_dir(dir).into_iter().flatten().flatten();
-            entries.filter_map(|e| e.metadata().ok()).map(|m| m.blocks()).sum()
-        };
-        while blocks(&served.join("new")) < (8 << 20) / 512 {
-            assert!(child.try_wait().unwrap().is_none(), "over before it was interrupted");
-            std::thread::sleep(std::time::Duration::from_millis(1));
-        }
-        child.kill().unwrap();
-        child.wait().unwrap();
+        interrupt(&lab, &command, &served.join("new"));
         let result = cp(&lab, &args(&[&"-r", &from_again, &to_again]));
         assert!(result["resumed_bytes"].as_u64().unwrap() > 0, "{how}: {result}");
         assert_eq!(

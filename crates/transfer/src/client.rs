@@ -97,6 +97,8 @@ pub struct Job {
     pub renamed: bool,
     /// Pull: the directory to receive into was made for this job, with mode 0700, after this [`sink::time_now`].
     pub made: Option<i64>,
+    /// Pull: report about the directory to receive into, such as [`sink::leftovers::possible_maker`].
+    pub note: Option<String>,
     /// Our end.
     pub local: Local,
     /// Identifies the job when it is tried again.
@@ -152,6 +154,7 @@ impl Job {
             sources: Vec::new(),
             renamed: false,
             made: None,
+            note: None,
             local,
             id: random(),
             options: TreeOptions { recursive: true, ..TreeOptions::default() },
@@ -348,6 +351,7 @@ fn attempt(
                 replace: true,
                 confined: false,
                 listed: true,
+                note: job.note.clone(),
             };
             Some(Prepared::new(target, &options)?)
         }

@@ -35,6 +35,7 @@ fn push(served: &Served, source: &Path, options: TreeOptions) -> (Summary, Vec<S
         sources: Vec::new(),
         renamed: false,
         made: None,
+        note: None,
         local: Local::Sources(vec![(source.into(), Vec::new())]),
         id: [1; 16],
         options: TreeOptions { recursive: true, ..options },

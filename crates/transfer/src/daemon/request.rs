@@ -209,6 +209,7 @@ fn open_dev(asked: &SessionRequest) -> Result<Work, Refusal> {
                 replace: true,
                 confined: true,
                 listed: false,
+                note: None,
             };
             let prepared = Prepared::new(target, &asked.options).map_err(told)?;
             Ok(Work::Push(Box::new(prepared), Push { rename: None, destination: None }))
@@ -237,11 +238,20 @@ fn open_push(
         let (parent, name) = beneath::split(path);
         Ok((export.open_dir(base, parent).map_err(shown)?, Some(name.to_vec())))
     };
-    let mut made = None;
+    let (mut made, mut note) = (None, None);
     let (dir, rename) = match export.open_dir(base, path) {
         Ok(dir) if asked.into_directory || path.is_empty() => (dir, None),
         Ok(dir) => match by_name() {
-            Ok((parent, name)) if asked.renamed || Prepared::was_interrupted(&parent, &job) => (parent, name),
+            Ok((parent, Some(name))) => {
+                let unknown = |e: std::io::Error| (AbortCode::Refused, format!("{}: {e}", export.shown(&asked.path)));
+                if asked.renamed || Prepared::was_interrupted(&parent, &job, &name).map_err(unknown)? {
+                    (parent, Some(name))
+                } else {
+                    note =
+                        sink::leftovers::possible_maker(&parent, &dir, &name).filter(|_| rights.contains(Rights::READ));
+                    (dir, None)
+                }
+            }
             _ => (dir, None),
         },
         Err(Errno::NOENT) if asked.into_directory && asked.options.dry_run => {
@@ -275,6 +285,7 @@ fn open_push(
         replace: rights.contains(Rights::REPLACE),
         confined: !export.unconfined,
         listed: rights.contains(Rights::READ),
+        note,
     };
     let prepared = Prepared::new(target, &asked.options).map_err(told)?;
     Ok(Work::Push(Box::new(prepared), Push { rename, destination: Some(destination) }))

@@ -258,6 +258,17 @@ pub(crate) trait Medium: Read + Write + Send {
     fn remove(&mut self) -> io::Result<()>;
 }
 
+/// Whether an earlier attempt at a job was interrupted in a directory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Interruption {
+    /// There is no journal.
+    None,
+    /// There is a journal.
+    Known,
+    /// There is a file with the name of the journal. It has another secret, is damaged, or belongs to another user.
+    Unknown,
+}
+
 /// The journal of a job in progress.
 pub(crate) struct Journal {
     state: Mutex<State>,
@@ -290,12 +301,21 @@ impl Journal {
     }
 
     /// Whether an earlier attempt at the job left a journal in `dir`.
-    pub(crate) fn exists(dir: impl AsFd, job: &[u8; 16]) -> bool {
+    pub(crate) fn look(dir: impl AsFd, job: &[u8; 16]) -> Interruption {
         let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
-        let Ok(file) = rustix::fs::openat(dir, name_of(job), flags, Mode::empty()) else { return false };
-        let (file, mut first) = (File::from(file), [0; RECORD_LEN]);
+        let file = match rustix::fs::openat(dir, name_of(job), flags, Mode::empty()) {
+            Ok(file) => File::from(file),
+            Err(rustix::io::Errno::NOENT) => return Interruption::None,
+            Err(_) => return Interruption::Unknown,
+        };
+        let mut first = [0; RECORD_LEN];
         let is_read = file.read_exact_at(&mut first, 0).is_ok();
-        is_read && key_in(&file, job).is_ok_and(|key| first == header(&key))
+        match is_read && key_in(&file, job).is_ok_and(|key| first == header(&key)) {
+            true => Interruption::Known,
+            // Nothing is made before the first record.
+            false if file.metadata().is_ok_and(|meta| meta.is_file() && meta.len() == 0) => Interruption::None,
+            false => Interruption::Unknown,
+        }
     }
 
     /// A journal on any medium, with this key of its checksums.
@@ -820,11 +840,13 @@ mod tests {
         let (journal, _) = Journal::open(&fd, &[1; 16]).unwrap();
         journal.directory(&key_of(b"d"), Made::Done(7));
         drop(journal);
-        assert!(Journal::exists(&fd, &[1; 16]) && !Journal::exists(&fd, &[2; 16]));
+        assert!(
+            Journal::look(&fd, &[1; 16]) == Interruption::Known && Journal::look(&fd, &[2; 16]) != Interruption::Known
+        );
         // Somebody with access to the directory renames it.
         let names = [1, 2].map(|job| dir.path().join(name_of(&[job; 16]).to_str().unwrap()));
         std::fs::rename(&names[0], &names[1]).unwrap();
-        assert!(!Journal::exists(&fd, &[2; 16]));
+        assert!(Journal::look(&fd, &[2; 16]) != Interruption::Known);
         let (journal, mut earlier) = Journal::open(&fd, &[2; 16]).unwrap();
         assert!(earlier.take_made().directories.is_empty());
         drop(journal);
@@ -835,7 +857,7 @@ mod tests {
         let copied = std::fs::read(&names[0]).unwrap();
         std::fs::write(&names[1], &copied).unwrap();
         std::fs::rename(&names[1], &names[0]).unwrap();
-        assert!(!Journal::exists(&fd, &[1; 16]));
+        assert!(Journal::look(&fd, &[1; 16]) != Interruption::Known);
         assert!(Journal::open(&fd, &[1; 16]).unwrap().1.take_made().directories.is_empty());
     }
 

@@ -7,7 +7,7 @@
 
 use super::journal::{self, key_of};
 use super::tree::{JOURNAL_PREFIX, JOURNAL_SUFFIX, OWN_AGE_MAX_S, temp_name, temporary_of};
-use rustix::fs::{AtFlags, FileType, FlockOperation, Mode, OFlags, Stat};
+use rustix::fs::{AtFlags, FileType, FlockOperation, Mode, OFlags, Stat, StatxFlags};
 use std::collections::HashMap;
 use std::ffi::{CStr, CString, OsStr};
 use std::fs::File;
@@ -24,6 +24,8 @@ use thruway_fs::walk::{Visit, Walk};
 const SURVEY_MAX: usize = 10_000;
 /// Most journals of other jobs that are examined when a copy begins.
 const JOURNALS_MAX: usize = 16;
+/// Longest time from the journal of a copy to the directory that it makes, nanoseconds.
+const MAKER_AGE_MAX: i64 = 60_000_000_000;
 /// Most leftovers in the report of [`survey`]; it counts the others.
 const NAMED_MAX: usize = 4;
 
@@ -219,6 +221,33 @@ pub(super) fn survey(root: &OwnedFd, own: &[u8; 16]) -> Option<String> {
          lists and removes them",
         names.join(", ")
     ))
+}
+
+/// Reports the journal of an interrupted copy that may have made the directory `dir`, an entry `name` of `above`: it is not much older
+/// than the directory. Another user, or another spelling of a host, has another journal. Best effort, as [`survey`].
+pub fn possible_maker(above: impl AsFd, dir: impl AsFd, name: &[u8]) -> Option<String> {
+    let born = |dir: &dyn AsFd, name: &CStr| {
+        let stat =
+            rustix::fs::statx(dir, name, AtFlags::SYMLINK_NOFOLLOW | AtFlags::EMPTY_PATH, StatxFlags::BTIME).ok()?;
+        let has_birth = stat.stx_mask & StatxFlags::BTIME.bits() != 0;
+        has_birth.then(|| thruway_fs::identity::nanoseconds(stat.stx_btime))
+    };
+    let directory = born(&dir, c"")?;
+    for journal in listing::names(&above).ok()?.take(SURVEY_MAX).flatten() {
+        let Some(job) = job_of(journal.to_bytes()) else { continue };
+        let Some(age) = born(&above, &journal).map(|born| directory.saturating_sub(born)) else { continue };
+        let file =
+            rustix::fs::openat(&above, &journal, OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC, Mode::empty());
+        let is_complete = file.is_ok_and(|file| journal::is_complete(&File::from(file), &job) == Some(true));
+        if (0..=MAKER_AGE_MAX).contains(&age) && !is_complete {
+            let name = crate::escape(name);
+            return Some(format!(
+                "{name} may be unfinished: an interrupted copy with the journal {} beside it may have made it; this copy goes into it",
+                crate::escape(journal.to_bytes()),
+            ));
+        }
+    }
+    None
 }
 
 /// State of a temporary file; `None` if it is not a temporary file of a copy, or if it belongs to the job `own`.

@@ -37,13 +37,13 @@ use commit::{Committed, Committer};
 use credit_window::CreditWindow;
 use deferred::Deferred;
 use files::{Digest, Files};
-use journal::{Earlier, Journal};
+use journal::{Earlier, Interruption, Journal};
 use offers::Judge;
 use reports::Reports;
 use scope::Scope;
 use std::collections::VecDeque;
 use std::io::ErrorKind;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, TryRecvError};
 use std::sync::{Arc, Condvar, Mutex, OnceLock, Weak};
@@ -157,6 +157,8 @@ pub struct Target {
     pub confined: bool,
     /// The source has the right to read what is in the root directory. Leftovers of other jobs are reported to it.
     pub listed: bool,
+    /// Report about the destination, such as [`leftovers::possible_maker`].
+    pub note: Option<String>,
 }
 
 /// A sink that is ready to run: the journal has been read.
@@ -164,8 +166,8 @@ pub struct Prepared {
     target: Target,
     journal: Option<Arc<Journal>>,
     earlier: Earlier,
-    /// Report of leftovers of other jobs; see [`leftovers::survey`].
-    leftovers: Option<String>,
+    /// Reports about the destination, such as [`leftovers::survey`].
+    notes: Vec<String>,
 }
 
 impl Prepared {
@@ -187,7 +189,8 @@ impl Prepared {
                 })
                 .map_err(|e| LocalError::io(crate::escape(name), e))?;
         }
-        let (mut journal, mut earlier, mut leftovers) = (None, Earlier::default(), None);
+        let (mut journal, mut earlier) = (None, Earlier::default());
+        let mut notes: Vec<String> = target.note.clone().into_iter().collect();
         if let Some(root) = target.root.as_ref().filter(|_| !options.dry_run) {
             match open_journal(root, &target.job)? {
                 Some((opened, found)) if options.no_resume => {
@@ -197,7 +200,7 @@ impl Prepared {
                 Some((opened, found)) => (journal, earlier) = (Some(Arc::new(opened)), found),
                 None => {}
             }
-            leftovers = leftovers::survey(root, &target.job).filter(|_| target.listed);
+            notes.extend(leftovers::survey(root, &target.job).filter(|_| target.listed));
             let own =
                 target.made.map(|since| tree::own_root(root, since, target.replace && target.listed, options.preserve));
             if let Some(made) = own.transpose().map_err(|e| LocalError::io("the destination", e))?.flatten() {
@@ -207,7 +210,7 @@ impl Prepared {
                 earlier.add_directory(journal::key_of(b""), made);
             }
         }
-        Ok(Prepared { target, journal, earlier, leftovers })
+        Ok(Prepared { target, journal, earlier, notes })
     }
 
     /// Whether a journal is kept.
@@ -215,9 +218,21 @@ impl Prepared {
         self.journal.is_some()
     }
 
-    /// Whether an earlier attempt at the job was interrupted in this directory.
-    pub fn was_interrupted(root: impl std::os::fd::AsFd, job: &[u8; 16]) -> bool {
-        Journal::exists(root, job)
+    /// Whether an earlier attempt at the job was interrupted in this directory, and made its entry `name`.
+    ///
+    /// # Errors
+    /// If that is not known: the journal cannot be read. The message names the remedy.
+    pub fn was_interrupted(root: impl AsFd, job: &[u8; 16], name: &[u8]) -> std::io::Result<bool> {
+        match Journal::look(root, job) {
+            Interruption::None => Ok(false),
+            Interruption::Known => Ok(true),
+            Interruption::Unknown => Err(std::io::Error::other(format!(
+                "an interrupted run of this command may have made this directory, but its journal {} beside it is damaged or \
+                 was made with another journal-key; to start over, remove both; to copy into the directory, write {}/",
+                journal::name_of(job).to_string_lossy(),
+                crate::escape(name),
+            ))),
+        }
     }
 
     /// Whether the source must offer files before it sends them.
@@ -260,7 +275,7 @@ pub fn run(
     progress: &Arc<Progress>,
     on_report: &OnReport,
 ) -> Outcome {
-    let Prepared { target, journal, mut earlier, leftovers } = prepared;
+    let Prepared { target, journal, mut earlier, notes } = prepared;
     let (events, mailbox) = EventSender::new(link.device());
     let counters = Arc::new(Counters { expected: AtomicU64::new(u64::MAX), ..Counters::default() });
     let local = |e: std::io::Error| LocalError::io("starting the commit stage", e);
@@ -311,7 +326,7 @@ pub fn run(
     let _ = counters.files_handle.set(Arc::downgrade(&files));
     let windows = if link.transport() == Transport::Rdma { link.count() } else { 0 };
     let credit_window = CreditWindow::new(link.round_trip(), params.block_len, pipeline.pool.count());
-    if let Some(message) = leftovers {
+    for message in notes {
         files.report(b"", ReportKind::LeftOut, message);
     }
     let receive: Arc<dyn Receive> = Arc::clone(&files) as _;
