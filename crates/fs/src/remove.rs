@@ -2,7 +2,8 @@
 //!
 //! Iterative, with the same number of descriptors at any depth: the way up is `..`, compared with the directory of the way down.
 //! Follows no links and stays in the file system. Files in use as disks and directories of other file systems stay, and are
-//! failures. Entries that [`Remover::spares`] selects stay, too.
+//! failures. Entries that [`Remover::spares`] selects stay, too. Directories of this user below the entry are made writable; those that
+//! stay get their mode back.
 
 use crate::disk_lock;
 use crate::listing::{self, BUFFER_LEN};
@@ -10,7 +11,7 @@ use rustix::fs::{AtFlags, FileType, Mode, OFlags, SeekFrom, Statx, StatxFlags};
 use rustix::io::Errno;
 use std::ffi::{CStr, CString};
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
@@ -122,6 +123,8 @@ struct Level {
     inode: u64,
     /// Length of the path that leads here.
     path_len: usize,
+    /// The mode that the directory had before it was made writable.
+    mode: Option<u32>,
 }
 
 impl Removal {
@@ -173,8 +176,16 @@ impl Removal {
                 return false;
             }
         }
-        self.fd = None;
+        self.abandon();
         true
+    }
+
+    /// Gives directories that stay their modes back, up to one that was moved.
+    fn abandon(&mut self) {
+        while let (Some(level), Some(fd)) = (self.stack.pop(), self.fd.take()) {
+            level.lock_again(&fd);
+            self.fd = self.stack.last().and_then(|above| up(&fd, self.above_mount, above.inode).ok());
+        }
     }
 
     /// Removes the entry itself, or begins to empty it.
@@ -187,10 +198,25 @@ impl Removal {
         if plain(remover, above, name, (&self.path, self.above_mount), &mut self.removed)? {
             return Ok(());
         }
-        let fd = open(above, name)?;
-        self.stack.push(self.level(&fd, name)?);
+        let (level, fd) = self.descend(remover, above, name)?;
+        self.stack.push(level);
         self.fd = Some(fd);
         Ok(())
+    }
+
+    /// Opens a directory to empty it.
+    fn descend(&self, remover: &Remover<'_>, dir: &OwnedFd, name: &CStr) -> io::Result<(Level, OwnedFd)> {
+        let (fd, mode) = match open(dir, name) {
+            Err(e) if is_refused(&e) && !remover.dry_run => {
+                let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+                let Some(mode) = unlock(&rustix::fs::openat(dir, name, flags, Mode::empty())?) else { return Err(e) };
+                (open(dir, name)?, Some(mode))
+            }
+            other => (other?, None),
+        };
+        let mut level = self.level(&fd, name)?;
+        level.mode = mode;
+        Ok((level, fd))
     }
 
     /// Begins to empty a directory.
@@ -208,6 +234,7 @@ impl Removal {
             stays: false,
             inode: stat.stx_ino,
             path_len: self.path.len(),
+            mode: None,
         };
         level.fill(fd)?;
         Ok(level)
@@ -235,7 +262,13 @@ impl Removal {
             self.removed.left += u64::from(top.is_first_pass);
             return Ok(());
         }
-        match plain(remover, fd, &name, (&self.path, self.above_mount), &mut self.removed) {
+        let plain = match plain(remover, fd, &name, (&self.path, self.above_mount), &mut self.removed) {
+            Err(e) if is_refused(&e) && !remover.dry_run && top.unlock(fd) => {
+                plain(remover, fd, &name, (&self.path, self.above_mount), &mut self.removed)
+            }
+            other => other,
+        };
+        match plain {
             Ok(true) => {
                 top.progress = true;
                 return Ok(());
@@ -247,7 +280,7 @@ impl Removal {
                 return Ok(());
             }
         }
-        match open(fd, &name).and_then(|inner| Ok((self.level(&inner, &name)?, inner))) {
+        match self.descend(remover, self.fd.as_ref().expect("as before"), &name) {
             Ok((level, inner)) => {
                 self.stack.push(level);
                 self.fd = Some(inner);
@@ -263,21 +296,27 @@ impl Removal {
     /// Removes the directory at the top of the stack, which has been emptied, and goes up.
     fn leave(&mut self, remover: &Remover<'_>) -> io::Result<()> {
         let done = self.stack.pop().expect("checked by the caller");
+        let emptied = self.fd.take().expect("open while the stack has levels");
         if let Some(above) = self.stack.last() {
-            let fd = self.fd.take().expect("open while the stack has levels");
-            self.fd = Some(up(&fd, self.above_mount, above.inode)?);
+            self.fd = Some(up(&emptied, self.above_mount, above.inode).inspect_err(|_| done.lock_again(&emptied))?);
         }
-        let dir = if self.stack.is_empty() { &self.above } else { self.fd.as_ref().expect("just opened") };
+        let dir = self.fd.as_ref().unwrap_or(&self.above);
+        let remove = || rustix::fs::unlinkat(dir, &done.name, AtFlags::REMOVEDIR);
         let mut is_gone = !done.stays;
-        if is_gone
-            && !remover.dry_run
-            && let Err(e) = rustix::fs::unlinkat(dir, &done.name, AtFlags::REMOVEDIR)
-        {
-            self.removed.fail(&self.path, e);
-            is_gone = false;
+        if is_gone && !remover.dry_run {
+            let removed = match remove() {
+                Err(Errno::ACCESS) if self.stack.last_mut().is_some_and(|above| above.unlock(dir)) => remove(),
+                other => other,
+            };
+            if let Err(e) = removed {
+                self.removed.fail(&self.path, e);
+                is_gone = false;
+            }
         }
         if is_gone {
             count(remover, &self.path, &mut self.removed);
+        } else {
+            done.lock_again(&emptied);
         }
         if let Some(above) = self.stack.last_mut() {
             above.progress |= is_gone;
@@ -288,6 +327,21 @@ impl Removal {
 }
 
 impl Level {
+    /// Makes the directory writable. False if it was, or is not this user's.
+    fn unlock(&mut self, fd: &OwnedFd) -> bool {
+        let mode = unlock(fd);
+        self.mode = self.mode.or(mode);
+        mode.is_some()
+    }
+
+    /// Gives the directory the mode that it had.
+    fn lock_again(&self, fd: &OwnedFd) {
+        if let Some(mode) = self.mode {
+            // It fails on a file system that has become read-only, and the removal has failed as well.
+            let _ = rustix::fs::fchmod(fd, Mode::from_raw_mode(mode));
+        }
+    }
+
     /// Reads the next names.
     fn fill(&mut self, fd: &OwnedFd) -> io::Result<()> {
         rustix::fs::seek(fd, SeekFrom::Start(self.position))?;
@@ -300,6 +354,25 @@ impl Level {
         self.reads += usize::from(!self.names.is_empty());
         Ok(())
     }
+}
+
+/// True for an error that may end when the directory is made writable.
+fn is_refused(error: &io::Error) -> bool {
+    error.raw_os_error() == Some(libc::EACCES)
+}
+
+/// Makes a directory of this user writable, and returns the mode that it had. `None` if it was writable, is another user's, or the change
+/// failed.
+fn unlock(dir: &OwnedFd) -> Option<u32> {
+    let stat = rustix::fs::fstat(dir).ok()?;
+    let mode = stat.st_mode & 0o7777;
+    if stat.st_uid != rustix::process::geteuid().as_raw() || mode & 0o700 == 0o700 {
+        return None;
+    }
+    // A descriptor opened as a path has no fchmod.
+    let path = format!("/proc/self/fd/{}", dir.as_raw_fd());
+    rustix::fs::chmod(path, Mode::from_raw_mode(mode | 0o700)).ok()?;
+    Some(mode)
 }
 
 /// Removes an entry other than a directory. False for a directory.

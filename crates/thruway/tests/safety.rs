@@ -1829,6 +1829,49 @@ fn a_mounted_file_system_is_not_removed_and_is_an_error() {
 }
 
 #[test]
+fn delete_empties_read_only_directories_of_its_own_user() {
+    const NOBODY: u32 = 65_534;
+    let lab = Lab::new();
+    mode(lab.dir.path(), 0o755);
+    let (program, source, target) = (lab.program_for_all(), lab.mkdir("source"), lab.mkdir("target"));
+    write(source.join("kept/f"), "x");
+    for path in ["kept/f", "kept/extra", "gone/sub/x", "unreadable/x", "spared/x", "spared/keep.log"] {
+        write(target.join(path), "x");
+    }
+    let modes = [("kept", 0o555), ("gone/sub", 0o500), ("gone", 0o555), ("unreadable", 0), ("spared", 0o555)];
+    for (name, bits) in modes {
+        mode(target.join(name), bits);
+    }
+    let chown = Command::new("chown").arg("-R").arg(NOBODY.to_string()).args([&source, &target]).status();
+    assert!(chown.unwrap().success());
+    let run = |options: &[&str]| {
+        let mut command = Command::new("setpriv");
+        command.args(["--reuid", "65534", "--regid", "65534", "--clear-groups"]).arg(&program);
+        command.args(["cp", "--json", "-r", "--delete", "--exclude", "*.log"]).args(options);
+        command.arg(slash(&source)).arg(&target).env("HOME", "/nonexistent").env_remove("XDG_CONFIG_HOME");
+        command.output().unwrap()
+    };
+    let before = mode_of(target.join("kept"));
+    let out = run(&["-n"]);
+    // It cannot look into one of them.
+    assert!(out.status.code() == Some(1) && stderr(&out).contains("unreadable"), "{}", stderr(&out));
+    assert_eq!((names(&target).len(), mode_of(target.join("unreadable"))), (4, 0));
+    let out = run(&[]);
+    assert!(out.status.success(), "{}", stderr(&out));
+    assert_eq!(names(&target), ["kept", "spared"]);
+    assert_eq!(
+        (names(&target.join("kept")), names(&target.join("spared"))),
+        (vec!["f".into()], vec!["keep.log".into()])
+    );
+    assert_eq!((mode_of(target.join("kept")), mode_of(target.join("spared"))), (before, 0o555));
+    // A directory of another user stays, and is an error.
+    write(target.join("foreign/x"), "x");
+    let out = run(&[]);
+    assert!(out.status.code() == Some(1) && stderr(&out).contains("not removed"), "{}", stderr(&out));
+    assert!(target.join("foreign/x").exists());
+}
+
+#[test]
 fn a_missing_source_does_not_stop_the_others() {
     let lab = Lab::new();
     let served = lab.mkdir("served");

@@ -20,7 +20,7 @@ use super::made::{Made, MadeBefore, is_new};
 use crate::wire::Meta;
 use durability::Changed;
 use names::is_fresh_own;
-use rustix::fs::{AtFlags, FileType, Mode, OFlags, Statx};
+use rustix::fs::{Access, AtFlags, FileType, Mode, OFlags, Statx};
 use rustix::io::Errno;
 use std::collections::{HashMap, HashSet};
 use std::ffi::{CStr, CString};
@@ -339,6 +339,11 @@ impl Tree {
     /// Makes a directory of this user writable, to be undone by [`Tree::lock_again`]. Without the right to replace, only one that the
     /// job has made.
     fn unlock(&self, path: &[u8]) -> bool {
+        self.unlock_if(path, |made| self.manner.replace || made)
+    }
+
+    /// As [`Tree::unlock`], if `may` says so of a directory that the job has made, or has not.
+    fn unlock_if(&self, path: &[u8], may: impl Fn(bool) -> bool) -> bool {
         let opened = beneath::open(&self.root, path, OFlags::PATH | OFlags::DIRECTORY, Links::Never);
         let Ok(dir) = opened else { return false };
         let Ok((identity, stat)) = Identity::of(&dir, c"") else { return false };
@@ -347,7 +352,7 @@ impl Tree {
             return false;
         }
         let made = self.made_before.lock().expect("no panics under the lock").get(&key_of(path)).copied();
-        if !self.manner.replace && !made.is_some_and(|made| made.is(identity, &stat)) {
+        if !may(made.is_some_and(|made| made.is(identity, &stat))) {
             return false;
         }
         let path_to_it = format!("/proc/self/fd/{}", dir.as_raw_fd());
@@ -510,7 +515,14 @@ impl Tree {
         remover: &Remover<'_>,
     ) -> io::Result<Removed> {
         let mut total = Removed::default();
-        let dir = match self.open_directory(path) {
+        // The source has the right to remove.
+        let unlock = || !remover.dry_run && self.unlock_if(path, |_| true);
+        let opened = match self.open_directory(path) {
+            Err(e) if e.kind() == io::ErrorKind::PermissionDenied && unlock() => self.open_directory(path),
+            other => other,
+        };
+        let mut is_writable = None;
+        let dir = match opened {
             // Not there, or, in a dry run, still something else.
             Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => return Ok(total),
             other => other?,
@@ -542,6 +554,10 @@ impl Tree {
                 total.left += 1;
                 continue;
             }
+            is_writable.get_or_insert_with(|| {
+                let access = Access::WRITE_OK | Access::EXEC_OK;
+                rustix::fs::accessat(&dir, c".", access, AtFlags::EACCESS).is_ok() || unlock()
+            });
             let removed = remover.remove(&*dir, &name, below);
             total.count += removed.count;
             total.left += removed.left;
