@@ -118,6 +118,23 @@ impl Acl {
         (mode, self.0.len() == 3)
     }
 
+    /// The list of a new entry below a directory with this default list, made with a mode: each class has at most the rights of both
+    /// (acl(5), "Object creation and default ACLs").
+    pub fn limited(&self, mode: u32) -> Acl {
+        let has_mask = self.0.iter().any(|entry| entry.who == Who::Mask);
+        let limit = |entry: &Entry| {
+            let shift = match entry.who {
+                Who::Owner => 6,
+                Who::Mask => 3,
+                Who::OwningGroup if !has_mask => 3,
+                Who::Others => 0,
+                _ => return *entry,
+            };
+            Entry { permissions: entry.permissions & (mode >> shift & 7) as u8, ..*entry }
+        };
+        Acl(self.0.iter().map(limit).collect())
+    }
+
     /// The entries: the owner, users, the owning group, groups, the mask, others.
     pub fn entries(&self) -> &[Entry] {
         &self.0
@@ -192,6 +209,29 @@ mod tests {
         crate::xattr::write(file.as_fd(), ACCESS, &Acl::from_mode(0o640).encode()).unwrap();
         assert!(crate::xattr::read_open(file.as_fd()).unwrap().is_empty());
         assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o640);
+    }
+
+    #[test]
+    fn a_default_list_limits_modes_as_the_kernel_does() {
+        let entry = |who, permissions| Entry { who, permissions };
+        for (others, extra) in [(0, &[][..]), (5, &[entry(Who::User(1234), 7), entry(Who::Mask, 4)]), (2, &[])] {
+            let base = [entry(Who::Owner, 7), entry(Who::OwningGroup, 5), entry(Who::Others, others)];
+            let list = Acl::new([&base[..], extra].concat()).unwrap();
+            let dir = tempfile::tempdir().unwrap();
+            let fd = std::fs::File::open(dir.path()).unwrap();
+            crate::xattr::write(fd.as_fd(), b"system.posix_acl_default", &list.encode()).unwrap();
+            assert_eq!(crate::xattr::default_acl(fd.as_fd()).unwrap(), Some(list.clone()));
+            for mode in [0o777, 0o644, 0o600, 0o420] {
+                let name = format!("{mode:o}");
+                let flags = rustix::fs::OFlags::CREATE | rustix::fs::OFlags::RDWR;
+                let made = rustix::fs::openat(&fd, &name, flags, rustix::fs::Mode::from_raw_mode(mode)).unwrap();
+                let (bits, is_mode) = list.limited(mode).mode();
+                assert_eq!(rustix::fs::fstat(&made).unwrap().st_mode & 0o777, bits, "{list:?} {mode:o}");
+                let kept = crate::xattr::read_open(made.as_fd()).unwrap();
+                let kept = kept.iter().find(|(name, _)| name == ACCESS).map(|(_, value)| Acl::decode(value).unwrap());
+                assert_eq!(kept, (!is_mode).then(|| list.limited(mode)), "{mode:o}");
+            }
+        }
     }
 
     #[test]

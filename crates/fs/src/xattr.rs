@@ -158,6 +158,37 @@ pub fn has_default_acl(dir: BorrowedFd<'_>) -> Option<bool> {
     }
 }
 
+/// The access control list that new entries of a directory inherit.
+///
+/// # Errors
+/// If it cannot be read.
+pub fn default_acl(dir: BorrowedFd<'_>) -> io::Result<Option<Acl>> {
+    let read = |value: &mut [u8]| match rustix::fs::fgetxattr(dir, DEFAULT_ACL, &mut *value) {
+        // The descriptor is a path.
+        Err(Errno::BADF) => rustix::fs::getxattr(path_of(dir, c""), DEFAULT_ACL, value),
+        other => other,
+    };
+    match get(read) {
+        Ok(list) => Ok(Some(Acl::decode(&list).map_err(io::Error::other)?)),
+        Err(Errno::NODATA | Errno::NOTSUP) => Ok(None),
+        Err(e) => Err(e.into()),
+    }
+}
+
+/// The value that `read` reads into a buffer.
+fn get(read: impl Fn(&mut [u8]) -> rustix::io::Result<usize>) -> rustix::io::Result<Vec<u8>> {
+    let mut value = vec![0; 1024];
+    let len = match read(&mut value) {
+        Err(Errno::RANGE) => {
+            value.resize(TOTAL_MAX, 0);
+            read(&mut value)?
+        }
+        other => other?,
+    };
+    value.truncate(len);
+    Ok(value)
+}
+
 /// True if an open entry has an extended attribute with this value.
 pub fn has(fd: BorrowedFd<'_>, attribute: &[u8], value: &[u8]) -> bool {
     let Ok(attribute) = CString::new(attribute) else { return false };
@@ -168,11 +199,10 @@ pub fn has(fd: BorrowedFd<'_>, attribute: &[u8], value: &[u8]) -> bool {
 /// Gives an open file the access control list of an entry of a directory; if that has none, its permission bits `mode` replace a
 /// list that the file has inherited. Best effort.
 pub fn copy_acl(dir: BorrowedFd<'_>, from: &CStr, mode: u32, to: BorrowedFd<'_>) {
-    let mut value = vec![0; 4096];
-    let read = |path: CString, value: &mut [u8]| rustix::fs::lgetxattr(path, ACCESS_ACL, value);
-    if let Ok(n) = read(path_of(dir, from), &mut value) {
-        let _ = write(to, ACCESS_ACL.to_bytes(), &value[..n]);
-    } else if rustix::fs::getxattr(path_of(to, c""), ACCESS_ACL, value.as_mut_slice()).is_ok() {
+    let from = path_of(dir, from);
+    if let Ok(list) = get(|value| rustix::fs::lgetxattr(&from, ACCESS_ACL, value)) {
+        let _ = write(to, ACCESS_ACL.to_bytes(), &list);
+    } else if rustix::fs::getxattr(path_of(to, c""), ACCESS_ACL, &mut [0; 0][..]).is_ok() {
         let _ = replace_acl(to, mode);
     }
 }

@@ -661,6 +661,67 @@ fn copies_with_p_have_the_access_control_lists_of_the_source() {
 }
 
 #[test]
+fn copies_without_p_inherit_default_lists_as_new_entries_do() {
+    use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+    let lab = Lab::new();
+    let source = lab.mkdir("source");
+    for (name, len) in [("small", 1000), ("dir/large", 600_000), ("dir/inner/small", 10)] {
+        write(source.join(name), &"x".repeat(len));
+    }
+    let sparse = fs::File::create(source.join("dir/sparse")).unwrap();
+    sparse.set_len(3 << 20).unwrap();
+    let paths = ["", "small", "dir", "dir/large", "dir/inner", "dir/inner/small", "dir/sparse"];
+    for (round, (list, umask, bits)) in
+        [([7, 7, 0, 4, 0], "002", 0o666), ([7, 0, 5, 7, 2], "077", 0o777), ([5, 7, 7, 7, 7], "000", 0o640)]
+            .into_iter()
+            .enumerate()
+    {
+        for path in paths {
+            mode(source.join(path), if source.join(path).is_dir() { bits | 0o711 } else { bits });
+        }
+        let into = |name: &str| {
+            let into = lab.mkdir(&format!("{name}{round}"));
+            set_acl(&into, "default", list);
+            into
+        };
+        let (expected, copy, pushed) = (into("expected").join("new"), into("copy"), into("pushed"));
+        for path in paths {
+            // The kernel does not apply the umask below a default list.
+            let path = (source.join(path), expected.join(path));
+            match path.0.is_dir() {
+                true => fs::DirBuilder::new().mode(mode_of(path.0)).create(path.1).unwrap(),
+                false => {
+                    drop(fs::OpenOptions::new().write(true).create(true).mode(mode_of(path.0)).open(path.1).unwrap())
+                }
+            }
+        }
+        let run = |script: String| assert!(Command::new("sh").args(["-c", &script]).status().unwrap().success());
+        let thruway = format!("umask {umask} && XDG_CONFIG_HOME={} {THRUWAY}", lab.dir.path().display());
+        run(format!("{thruway} cp --quiet -r {} {}/new", source.display(), copy.display()));
+        // Into a directory that is made first.
+        run(format!("{thruway} cp --quiet -r {}/ {}/contents/", source.display(), copy.display()));
+        let options = ["serve", "--json", "--listen", "127.0.0.1:0", "--export"];
+        let mut daemon = Command::new("sh");
+        daemon.args(["-c", &format!("umask {umask} && exec \"$@\""), "sh", THRUWAY]).args(options);
+        let daemon = Daemon::start_by(daemon.arg(export("e", &pushed, "")));
+        cp(&lab, &args(&[&"-r", &source, &daemon.url("e/new")]));
+        for path in paths {
+            let expected = rights(&expected.join(path));
+            for copy in [copy.join("new"), copy.join("contents"), pushed.join("new")] {
+                assert_eq!(rights(&copy.join(path)), expected, "{} {list:?} {umask}", copy.join(path).display());
+            }
+        }
+    }
+    // An existing file keeps its rights, whatever its directory says.
+    for name in ["small", "dir/large"] {
+        let existing = lab.path("copy0/new").join(name);
+        mode(&existing, 0o600);
+        cp(&lab, &args(&[&source.join(name), &existing]));
+        assert_eq!(mode_of(&existing), 0o600);
+    }
+}
+
+#[test]
 fn attributes_that_only_the_copy_has_are_removed_with_p() {
     let lab = Lab::new();
     let (source, served) = (lab.mkdir("source"), lab.mkdir("served"));

@@ -9,8 +9,10 @@ use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, Stat, Timespec, Timestamp
 use std::ffi::CStr;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use thruway_fs::Identity;
+use thruway_fs::acl::Acl;
 use thruway_fs::xattr::{ACCESS_ACL, Attributes, DEFAULT_ACL};
 
 /// How far a source is trusted with attributes that give rights.
@@ -70,8 +72,8 @@ impl Shortcomings {
     }
 }
 
-/// Extended attributes that an entry may have before it gets those of the source.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// Extended attributes that an entry may have before it gets those of the source, and who may access it.
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Before {
     /// None: the entry was made where nothing is inherited.
     Nothing,
@@ -79,6 +81,10 @@ pub(crate) enum Before {
     Inherited,
     /// Any: the entry was there before, or others had access to it.
     Anything,
+    /// Without `-p`, below a directory with this default access control list, which applies in place of the umask.
+    List(Arc<Acl>),
+    /// Without `-p`: the entry is going to replace a file, and gets the permissions of that file together with its name.
+    Replacing,
 }
 
 /// An entry that cannot be opened for reading without following or waiting, and what it is.
@@ -157,28 +163,41 @@ impl Tree {
     /// A file is made with its final permissions only if that gives nobody more than the whole
     /// file will: special bits are set last, when owner and content are right, and a file that its owner may not
     /// write could not be given extended attributes.
-    pub(crate) fn mode_at_creation(&self, meta: &Meta, before: Before) -> (Mode, bool) {
+    pub(crate) fn mode_at_creation(&self, meta: &Meta, before: &Before) -> (Mode, bool) {
         let wanted = self.mode(meta);
         // The mode of a file is the most that an inherited access control list gives.
-        let plain = before == Before::Nothing && wanted & (0o7000 | self.umask) == 0 && meta.xattrs.is_empty();
+        let plain = *before == Before::Nothing && wanted & (0o7000 | self.umask) == 0 && meta.xattrs.is_empty();
         if plain { (Mode::from_raw_mode(wanted), true) } else { (Mode::from_raw_mode(0o600), false) }
     }
 
     /// Extended attributes of a new entry of this directory. Without `-p`, an inherited access control list stays.
-    pub(crate) fn inherited(&self, dir: BorrowedFd<'_>) -> Before {
+    ///
+    /// # Errors
+    /// If that list cannot be read.
+    pub(crate) fn inherited(&self, dir: BorrowedFd<'_>) -> io::Result<Before> {
         if !self.manner.preserve {
-            return Before::Nothing;
+            let list = thruway_fs::xattr::default_acl(dir)?;
+            return Ok(list.map_or(Before::Nothing, |list| Before::List(Arc::new(list))));
         }
         // Another owner may set a default list at any time.
         let is_safe = || {
             let owner = rustix::fs::fstat(dir).map(|stat| stat.st_uid);
             owner.is_ok_and(|uid| uid == 0 || uid == rustix::process::geteuid().as_raw())
         };
-        match thruway_fs::xattr::has_default_acl(dir) {
+        Ok(match thruway_fs::xattr::has_default_acl(dir) {
             None => Before::Nothing,
             Some(false) if is_safe() => Before::Nothing,
             Some(_) => Before::Inherited,
+        })
+    }
+
+    /// As [`Tree::inherited`], for a file with this name.
+    pub(crate) fn inherited_as(&self, name: &CStr, dir: BorrowedFd<'_>, inherited: &Before) -> Before {
+        let is_file = |stat: Stat| FileType::from_raw_mode(stat.st_mode).is_file();
+        if !self.manner.preserve && rustix::fs::statat(dir, name, AtFlags::SYMLINK_NOFOLLOW).is_ok_and(is_file) {
+            return Before::Replacing;
         }
+        inherited.clone()
     }
 
     /// Removes what a directory of the job has inherited. Until then, its mode is 0700.
@@ -218,7 +237,7 @@ impl Tree {
     }
 
     /// Applies attributes to an open file or directory; those that could not be kept are told.
-    pub(crate) fn apply(&self, fd: BorrowedFd<'_>, meta: &Meta, mode_is_right: bool, before: Before) -> Shortcomings {
+    pub(crate) fn apply(&self, fd: BorrowedFd<'_>, meta: &Meta, mode_is_right: bool, before: &Before) -> Shortcomings {
         let mut short = Shortcomings::default();
         if self.keeps_owner() {
             let (uid, gid) = (rustix::fs::Uid::from_raw(meta.uid), rustix::fs::Gid::from_raw(meta.gid));
@@ -238,7 +257,7 @@ impl Tree {
             // The mode would give rights to users in the list that is still there.
         } else if mode_is_right {
             self.tell_set_id(&mut short, meta, self.mode(meta));
-        } else if let Err(e) = self.set_mode(&mut short, fd, meta) {
+        } else if let Err(e) = self.set_mode(&mut short, fd, meta, before) {
             short.push(format!("mode {:o}: {e}", self.mode(meta)));
         }
         // Behind the mode, which they are finer than.
@@ -250,7 +269,14 @@ impl Tree {
     }
 
     /// Set-id bits only go to files that have the owner and group they were meant for.
-    fn set_mode(&self, short: &mut Shortcomings, fd: BorrowedFd<'_>, meta: &Meta) -> io::Result<()> {
+    fn set_mode(&self, short: &mut Shortcomings, fd: BorrowedFd<'_>, meta: &Meta, before: &Before) -> io::Result<()> {
+        match before {
+            Before::Replacing => return Ok(()),
+            Before::List(list) => {
+                return thruway_fs::xattr::write(fd, ACCESS_ACL.to_bytes(), &list.limited(meta.mode).encode());
+            }
+            _ => {}
+        }
         let mut mode = self.mode(meta);
         if self.manner.preserve && mode & SET_ID != 0 {
             let stat = rustix::fs::fstat(fd)?;
@@ -304,7 +330,7 @@ impl Tree {
             self.tell_owner(&mut short, e.into());
         }
         // The umask took bits away; a link has none.
-        if kind != FileType::Symlink && self.drop_others(&mut short, entry.as_fd(), meta, Before::Inherited) {
+        if kind != FileType::Symlink && self.drop_others(&mut short, entry.as_fd(), meta, &Before::Inherited) {
             if let Err(e) = entry.chmod(self.mode(meta)) {
                 short.push(format!("mode {:o}: {}", self.mode(meta), io::Error::from(e)));
             }
@@ -396,7 +422,7 @@ impl Tree {
 
     /// Removes extended attributes that the source does not have. Sets the access control list before the mode, which would give
     /// rights to users in another list, or to the group. False if another list is still there.
-    fn drop_others(&self, short: &mut Shortcomings, fd: BorrowedFd<'_>, meta: &Meta, before: Before) -> bool {
+    fn drop_others(&self, short: &mut Shortcomings, fd: BorrowedFd<'_>, meta: &Meta, before: &Before) -> bool {
         if !self.manner.preserve {
             return true;
         }
@@ -404,7 +430,7 @@ impl Tree {
         // A failure is reported when it is set again, after the mode.
         let is_set =
             value_of(ACCESS_ACL).is_some_and(|v| thruway_fs::xattr::write(fd, ACCESS_ACL.to_bytes(), v).is_ok());
-        if before == Before::Nothing {
+        if *before == Before::Nothing {
             return true;
         }
         let names = match thruway_fs::xattr::names(fd) {
@@ -418,7 +444,7 @@ impl Tree {
         for name in names {
             let is_list = *name == *ACCESS_ACL;
             let is_wanted = if is_list { is_set } else { value_of(&name).is_some() };
-            let is_unknown = meta.xattrs_partial && before == Before::Anything;
+            let is_unknown = meta.xattrs_partial && *before == Before::Anything;
             if is_wanted || is_unknown || !self.is_compared(name.to_bytes()) {
                 continue;
             }

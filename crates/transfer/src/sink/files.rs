@@ -512,18 +512,19 @@ impl Files {
     ) -> io::Result<Finished> {
         let (parent, name) = beneath::split(path);
         let (dir, before) = match last_dir {
-            Some((path, dir, before)) if path == parent => (Arc::clone(dir), *before),
+            Some((path, dir, before)) if path == parent => (Arc::clone(dir), before.clone()),
             _ => {
                 let dir = self.tree.directory(parent)?;
-                let before = self.tree.inherited(dir.as_fd());
-                *last_dir = Some((parent.to_vec(), Arc::clone(&dir), before));
+                let before = self.tree.inherited(dir.as_fd())?;
+                *last_dir = Some((parent.to_vec(), Arc::clone(&dir), before.clone()));
                 (dir, before)
             }
         };
         let name = CString::new(name)?;
+        let before = self.tree.inherited_as(&name, dir.as_fd(), &before);
         let key = key_of(path);
         self.enter(key)?;
-        let written = self.write_small(&Place { dir, name }, (path, parent, key), (meta, before), content, open);
+        let written = self.write_small(&Place { dir, name }, (path, parent, key), (meta, &before), content, open);
         if written.is_err() {
             self.leave(&key);
         }
@@ -534,7 +535,7 @@ impl Files {
         &self,
         place: &Place,
         (path, parent, key): (&[u8], &[u8], Key),
-        (meta, before): (&Meta, Before),
+        (meta, before): (&Meta, &Before),
         content: &[u8],
         open_files: usize,
     ) -> io::Result<Finished> {
@@ -839,7 +840,14 @@ impl Files {
             self.leave(&file.key);
             return self.events.send(SessionEvent::Progressed);
         }
-        let short = self.tree.apply(file.file.as_fd(), &file.meta, false, Before::Inherited);
+        let before = match self.params.options.preserve {
+            true => Ok(Before::Inherited),
+            false => self.tree.find(&file.path).and_then(|Place { dir, name }| {
+                Ok(self.tree.inherited_as(&name, dir.as_fd(), &self.tree.inherited(dir.as_fd())?))
+            }),
+        };
+        // Without its directory, it does not get its name.
+        let short = self.tree.apply(file.file.as_fd(), &file.meta, false, &before.unwrap_or(Before::Replacing));
         let lacking = !short.is_none();
         self.fell_short(&file.path, short);
         if let Some(journal) = &self.journal {

@@ -33,6 +33,7 @@ use thruway_fs::Volumes;
 use thruway_fs::beneath::{self, Links, split};
 use thruway_fs::identity::nanoseconds;
 use thruway_fs::remove::{Removed, Remover};
+use thruway_fs::xattr::ACCESS_ACL;
 
 /// How a tree is written.
 #[derive(Debug, Clone)]
@@ -248,13 +249,13 @@ impl Tree {
     /// Makes a directory where nothing is. `None` if something has got there first.
     fn make_new(&self, place: &Place, path: &[u8], mode: Mode) -> io::Result<Option<Made>> {
         let journal = self.journal.as_ref().map(|journal| (journal, key_of(path)));
+        let inherits = self.inherited(place.dir.as_fd())? == Before::Inherited;
+        let first = if inherits { Mode::RWXU } else { mode };
         // Recorded first: a session that ends between the two leaves no directory without a record.
         let since = Made::now();
         if let Some((journal, key)) = &journal {
             journal.directory(key, Made::Begun(since));
         }
-        let inherits = self.inherited(place.dir.as_fd()) == Before::Inherited;
-        let first = if inherits { Mode::RWXU } else { mode };
         let made = match self.writing(split(path).0, || rustix::fs::mkdirat(&place.dir, &place.name, first)) {
             Ok(()) => self.identify(place, since),
             Err(Errno::EXIST) => Ok(None),
@@ -271,7 +272,7 @@ impl Tree {
             let _ = self.open_made(path, *made).and_then(|dir| {
                 let Some(dir) = dir else { return Ok(()) };
                 Tree::drop_inherited(dir.as_fd())?;
-                self.set_permissions(&dir, mode.as_raw_mode() & !self.umask)
+                self.set_permissions(&dir, mode.as_raw_mode())
             });
         }
         made
@@ -413,7 +414,7 @@ impl Tree {
                     if self.manner.preserve {
                         Tree::drop_inherited(dir.as_fd())?;
                     }
-                    self.set_permissions(&dir, mode & !self.umask)?;
+                    self.set_permissions(&dir, mode)?;
                     Some(Made::Done(Identity::of(&dir, c"")?.0.fingerprint()))
                 }
                 None => None,
@@ -427,12 +428,18 @@ impl Tree {
         Ok(made)
     }
 
-    /// Sets the permissions of a directory. Its set-group-id bit comes from the directory above.
+    /// Sets the permissions of a directory, limited by the default list that it has inherited, or by the umask. Its set-group-id bit comes
+    /// from the directory above.
     fn set_permissions(&self, dir: &OwnedFd, mode: u32) -> io::Result<()> {
-        let now = rustix::fs::fstat(dir)?.st_mode & 0o7777;
-        let wanted = mode | now & 0o2000;
-        if wanted != now {
-            rustix::fs::fchmod(dir, Mode::from_raw_mode(wanted))?;
+        let list = if self.manner.preserve { None } else { thruway_fs::xattr::default_acl(dir.as_fd())? };
+        if let Some(list) = list {
+            thruway_fs::xattr::write(dir.as_fd(), ACCESS_ACL.to_bytes(), &list.limited(mode).encode())?;
+        } else {
+            let now = rustix::fs::fstat(dir)?.st_mode & 0o7777;
+            let wanted = mode & !self.umask | now & 0o2000;
+            if wanted != now {
+                rustix::fs::fchmod(dir, Mode::from_raw_mode(wanted))?;
+            }
         }
         self.sync_if_by_file(dir);
         Ok(())
@@ -443,7 +450,7 @@ impl Tree {
         let early = std::mem::take(&mut *self.early.lock().expect("no panics under the lock"));
         let set = |(path, made): (Vec<u8>, Made)| {
             let dir = self.open_made(&path, made);
-            let set = dir.and_then(|dir| dir.map_or(Ok(()), |dir| self.set_permissions(&dir, 0o777 & !self.umask)));
+            let set = dir.and_then(|dir| dir.map_or(Ok(()), |dir| self.set_permissions(&dir, 0o777)));
             set.err().map(|e| (path, e))
         };
         // The root directory, if it got no record: the sources are files.
@@ -476,11 +483,11 @@ impl Tree {
         // The mode that it had is not to come back.
         self.unlocked.lock().expect("no panics under the lock").retain(|unlocked| unlocked.path != path);
         if self.manner.preserve {
-            let short = self.apply(dir.as_fd(), meta, false, Before::Anything);
+            let short = self.apply(dir.as_fd(), meta, false, &Before::Anything);
             self.sync_if_by_file(&*dir);
             return Ok(short);
         }
-        self.set_permissions(&dir, self.mode(meta))?;
+        self.set_permissions(&dir, meta.mode & 0o777)?;
         Ok(Shortcomings::default())
     }
 
@@ -499,7 +506,7 @@ impl Tree {
         }
         self.note(split(path).0, &place.dir)?;
         self.changed().many = true;
-        let short = self.apply(file.as_fd(), meta, false, Before::Anything);
+        let short = self.apply(file.as_fd(), meta, false, &Before::Anything);
         self.sync_if_by_file(&file);
         let (_, stat) = Identity::of(&file, c"")?;
         Ok((short, nanoseconds(stat.stx_ctime)))

@@ -140,14 +140,18 @@ fn entries_below_a_default_list_are_made_without_rights_for_its_users() {
         names.iter().any(|name| name.to_bytes().starts_with(b"system.posix_acl_"))
     };
     let tree = tree(dir.path());
-    assert_eq!(tree.inherited(root.as_fd()), Before::Inherited);
-    assert_eq!(tree.mode_at_creation(&meta, Before::Inherited), (Mode::from_raw_mode(0o600), false));
+    assert_eq!(tree.inherited(root.as_fd()).unwrap(), Before::Inherited);
+    assert_eq!(tree.mode_at_creation(&meta, &Before::Inherited), (Mode::from_raw_mode(0o600), false));
     tree.make_directory(b"d", &open).unwrap();
     // Before its record, as for a file that comes first.
     tree.directory(b"early/inner").unwrap();
     for path in ["d", "early", "early/inner"] {
         assert!(!has_lists(path), "{path}");
-        assert_eq!(tree.inherited(fs::File::open(dir.path().join(path)).unwrap().as_fd()), Before::Nothing, "{path}");
+        assert_eq!(
+            tree.inherited(fs::File::open(dir.path().join(path)).unwrap().as_fd()).unwrap(),
+            Before::Nothing,
+            "{path}"
+        );
     }
     let modes = ["d", "early"].map(|path| fs::metadata(dir.path().join(path)).unwrap().mode() & 0o777);
     assert_eq!(modes, [0o755 & !tree.umask, 0o700]);
@@ -171,7 +175,7 @@ fn a_peer_gives_nobody_rights() {
         )],
         ..Meta::default()
     };
-    let short = tree.apply(handle.as_fd(), &meta, false, Before::Nothing);
+    let short = tree.apply(handle.as_fd(), &meta, false, &Before::Nothing);
     let said = |what: &str| short.refused.iter().any(|sentence| sentence.contains(what));
     assert!(said("set-user-ID and set-group-ID bits") && said("security.capability"), "{short:?}");
     assert!(short.told.is_empty(), "{short:?}");
@@ -194,10 +198,10 @@ fn set_id_bits_go_only_to_the_owner_they_were_meant_for() {
     let ours = handle.metadata().unwrap();
     let meta = |uid, gid| Meta { mode: 0o106_755, uid, gid, ..Meta::default() };
     let mode = || handle.metadata().unwrap().mode() & 0o7777;
-    let short = tree.apply(handle.as_fd(), &meta(ours.uid() + 1, ours.gid()), false, Before::Nothing);
+    let short = tree.apply(handle.as_fd(), &meta(ours.uid() + 1, ours.gid()), false, &Before::Nothing);
     assert_eq!(mode() & 0o4000, 0);
     assert!(short.refused.iter().any(|sentence| sentence.starts_with("set-user-ID bit not kept")), "{short:?}");
-    let short = tree.apply(handle.as_fd(), &meta(ours.uid(), ours.gid()), false, Before::Nothing);
+    let short = tree.apply(handle.as_fd(), &meta(ours.uid(), ours.gid()), false, &Before::Nothing);
     assert_eq!((mode(), short.is_none()), (0o6755, true));
 }
 
