@@ -12,7 +12,6 @@ use std::ffi::{OsStr, OsString};
 use std::io::IsTerminal;
 use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::DirBuilderExt;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -28,7 +27,7 @@ use thruway_transfer::client::{self, Finished, Job, Local, Remote};
 use thruway_transfer::filter::Filter;
 use thruway_transfer::link::Transport;
 use thruway_transfer::session::{NOT_KEPT, OnReport, PipelineSet, Progress, SessionError};
-use thruway_transfer::sink::{self, Prepared};
+use thruway_transfer::sink::{self, MadeAfter, Prepared};
 use thruway_transfer::wire::{AbortCode, Direct, ReportKind, SourceSpec, TreeOptions};
 
 /// Arguments of `thruway cp`.
@@ -891,7 +890,7 @@ fn local_root(
     target: &Path,
     into_directory: bool,
     job: &[u8; 16],
-    (made, note): (&mut Option<i64>, &mut Option<String>),
+    (made, note): (&mut Option<MadeAfter>, &mut Option<String>),
 ) -> Result<(Option<OwnedFd>, Option<Vec<u8>>), String> {
     let failed = |path: &Path, e: std::io::Error| format!("{}: {e}", path.display());
     let open = |path: &Path| {
@@ -917,14 +916,16 @@ fn local_root(
         return Ok((Some(sink::nowhere().map_err(|e| e.to_string())?), None));
     }
     if into_directory {
-        let since = sink::time_now();
-        match std::fs::DirBuilder::new().mode(0o700).create(target) {
-            Ok(()) => *made = Some(since),
+        let Some(name) = target.file_name() else { return Ok((Some(open(target)?), None)) };
+        let above = open(parent)?;
+        return match sink::make_destination(&above, name.as_bytes()).map_err(|e| failed(target, e))? {
+            Some((dir, after)) => {
+                *made = Some(after);
+                Ok((Some(dir), None))
+            }
             // Another copy has made it.
-            Err(e) if e.kind() == std::io::ErrorKind::AlreadyExists => {}
-            Err(e) => return Err(failed(target, e)),
-        }
-        return Ok((Some(open(target)?), None));
+            None => Ok((Some(open(target)?), None)),
+        };
     }
     let name = target.file_name().ok_or_else(|| format!("{}: not a name for a file", target.display()))?;
     Ok((Some(open(parent)?), Some(name.as_bytes().to_vec())))

@@ -95,8 +95,8 @@ pub struct Job {
     pub sources: Vec<SourceSpec>,
     /// Pull: the name of the only source is that of the destination itself, so a directory does not replace a file there.
     pub renamed: bool,
-    /// Pull: the directory to receive into was made for this job, with mode 0700, after this [`sink::time_now`].
-    pub made: Option<i64>,
+    /// Pull: the directory to receive into was made for this job, by [`sink::make_destination`].
+    pub made: Option<sink::MadeAfter>,
     /// Pull: report about the directory to receive into, such as [`sink::leftovers::possible_maker`].
     pub note: Option<String>,
     /// Our end.

@@ -261,9 +261,16 @@ fn open_push(
         }
         Err(Errno::NOENT) if asked.into_directory => {
             let failed = |e: std::io::Error| (AbortCode::Refused, format!("{}: {e}", export.shown(&asked.path)));
-            let since = sink::time_now();
-            made = make_dir(export, base, path).map_err(failed)?.then_some(since);
-            (export.open_dir(base, path).map_err(shown)?, None)
+            let (parent, name) = beneath::split(path);
+            let above = export.open_dir(base, parent).map_err(shown)?;
+            match sink::make_destination(&above, name).map_err(failed)? {
+                Some((dir, after)) => {
+                    made = Some(after);
+                    (dir, None)
+                }
+                // Another copy has made it.
+                None => (export.open_dir(base, path).map_err(shown)?, None),
+            }
         }
         Err(Errno::NOENT | Errno::NOTDIR | Errno::LOOP) if !asked.into_directory && !path.is_empty() => by_name()?,
         Err(e) => return Err(shown(e)),
@@ -293,20 +300,6 @@ fn open_push(
 
 fn told(error: SessionError) -> Refusal {
     (error.code().unwrap_or(AbortCode::Failed), error.to_string())
-}
-
-/// Makes a directory with mode 0700. False if there is one.
-fn make_dir(export: &Served, base: &OwnedFd, path: &[u8]) -> std::io::Result<bool> {
-    let (parent, name) = beneath::split(path);
-    let dir = export.open_dir(base, parent)?;
-    let name = Path::new(std::ffi::OsStr::from_bytes(name));
-    // Its name is made durable with what is put into it.
-    match rustix::fs::mkdirat(&dir, name, Mode::RWXU) {
-        Ok(()) => Ok(true),
-        // Another copy has made it.
-        Err(Errno::EXIST) => Ok(false),
-        Err(e) => Err(e.into()),
-    }
 }
 
 /// The exports that a principal knows, as directories.

@@ -50,14 +50,14 @@ const COMPLETE: u8 = 6;
 /// A directory is about to be made, was made, or was not made, by the state in the record's length field. It has its attributes when
 /// [`SETTLED`] follows.
 const DIRECTORY: u8 = 7;
-const STATE_BEGUN: u32 = 0;
-const STATE_MADE: u32 = 1;
-const STATE_NOT_MADE: u32 = 2;
+const DIRECTORY_BEGUN: u32 = 0;
+const DIRECTORY_MADE: u32 = 1;
+const DIRECTORY_NOT_MADE: u32 = 2;
 /// All directories recorded so far have their attributes.
 const SETTLED: u8 = 8;
 /// The job has changed the inode of a file that it had put in place: its change time was the first number and is the second now.
 const LINKED: u8 = 9;
-/// A link or special file is about to be made, was made, or was not made, as with [`DIRECTORY`].
+/// A link or special file was made.
 const ENTRY: u8 = 10;
 /// Highest type of a record.
 const LAST_TYPE: u8 = ENTRY;
@@ -383,17 +383,17 @@ impl Journal {
     /// Records a directory: before it is made, and with its identity afterwards. A later attempt applies the attributes of the
     /// source to it.
     pub(crate) fn directory(&self, key: &Key, made: Made) {
-        self.append(&made_record(DIRECTORY, key, Some(made)));
+        self.append(&directory_record(key, Some(made)));
     }
 
     /// Records that a directory was not made: there was one already, or it failed.
     pub(crate) fn no_directory(&self, key: &Key) {
-        self.append(&made_record(DIRECTORY, key, None));
+        self.append(&directory_record(key, None));
     }
 
-    /// Records a link or special file: before it is made, and with its identity afterwards; `None` if it was not made.
-    pub(crate) fn entry(&self, key: &Key, made: Option<Made>) {
-        self.append(&made_record(ENTRY, key, made));
+    /// Records a link or special file that was made, with the fingerprint of its identity.
+    pub(crate) fn entry(&self, key: &Key, fingerprint: u64) {
+        self.append(&entry_record(key, fingerprint));
     }
 
     /// Records that all directories of the job have their attributes. A later attempt does not change them again.
@@ -440,8 +440,8 @@ impl Journal {
         let mut state = self.state();
         let mut records = header(&state.key).to_vec();
         let MadeBefore { directories, entries } = &earlier.made;
-        let directories = directories.iter().map(|(key, made)| made_record(DIRECTORY, key, Some(*made)));
-        let entries = entries.iter().map(|(key, made)| made_record(ENTRY, key, Some(*made)));
+        let directories = directories.iter().map(|(key, made)| directory_record(key, Some(*made)));
+        let entries = entries.iter().map(|(key, fingerprint)| entry_record(key, *fingerprint));
         let made: Vec<u8> = directories.chain(entries).flatten().collect();
         records.extend(seal_all(&made, &state.key));
         let done = state.medium.keep(0).and_then(|()| state.medium.write_all(&records));
@@ -600,14 +600,17 @@ fn record(kind: u8, key: &Key, fingerprint: u64, number: u64, len: u32, digest: 
     out
 }
 
-/// A record of type [`DIRECTORY`] or [`ENTRY`].
-fn made_record(kind: u8, key: &Key, made: Option<Made>) -> [u8; RECORD_LEN] {
+fn directory_record(key: &Key, made: Option<Made>) -> [u8; RECORD_LEN] {
     let (fingerprint, number, state) = match made {
-        Some(Made::Begun(at)) => (0, at as u64, STATE_BEGUN),
-        Some(Made::Done(fingerprint)) => (fingerprint, 0, STATE_MADE),
-        None => (0, 0, STATE_NOT_MADE),
+        Some(Made::Begun(at)) => (0, at as u64, DIRECTORY_BEGUN),
+        Some(Made::Done(fingerprint)) => (fingerprint, 0, DIRECTORY_MADE),
+        None => (0, 0, DIRECTORY_NOT_MADE),
     };
-    record(kind, key, fingerprint, number, state, &[0; DIGEST_LEN])
+    record(DIRECTORY, key, fingerprint, number, state, &[0; DIGEST_LEN])
+}
+
+fn entry_record(key: &Key, fingerprint: u64) -> [u8; RECORD_LEN] {
+    record(ENTRY, key, fingerprint, 0, 0, &[0; DIGEST_LEN])
 }
 
 /// The first record, with its checksum.
@@ -705,14 +708,15 @@ impl Earlier {
                 }
             }
             VOID => self.unfinished.clear(),
-            kind @ (DIRECTORY | ENTRY) => {
-                let known = if kind == DIRECTORY { &mut self.made.directories } else { &mut self.made.entries };
+            DIRECTORY => {
+                let known = &mut self.made.directories;
                 match range_of(record).len {
-                    STATE_BEGUN => drop(known.insert(key, Made::Begun(field(record, 28) as i64))),
-                    STATE_MADE => drop(known.insert(key, Made::Done(fingerprint))),
+                    DIRECTORY_BEGUN => drop(known.insert(key, Made::Begun(field(record, 28) as i64))),
+                    DIRECTORY_MADE => drop(known.insert(key, Made::Done(fingerprint))),
                     _ => drop(known.remove(&key)),
                 }
             }
+            ENTRY => drop(self.made.entries.insert(key, fingerprint)),
             SETTLED => self.made.directories.clear(),
             _ => {}
         }

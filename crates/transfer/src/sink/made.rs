@@ -1,15 +1,19 @@
 //! Entries that a job has made, and how it recognises them: somebody else may have made another one under the same path since.
 
 use super::journal::Key;
-use rustix::fs::Statx;
+use rustix::fs::{Mode, OFlags, Statx};
+use rustix::io::Errno;
 use std::collections::HashMap;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
 use thruway_fs::Identity;
+use thruway_fs::beneath::{self, Links};
 use thruway_fs::identity::nanoseconds;
 
 /// Longest time from the record of an entry to its birth, nanoseconds.
 const BIRTH_DELAY_MAX: i64 = 2_000_000_000;
 
-/// A directory, link or special file of a job.
+/// A directory of a job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Made {
     /// About to be made at this time, in nanoseconds since 1970. The attempt ended before it recorded the identity.
@@ -20,10 +24,11 @@ pub(crate) enum Made {
 
 impl Made {
     /// True for the entry that was made. Without its identity, true for an entry of this user with a birth within
-    /// [`BIRTH_DELAY_MAX`] of the record.
-    pub(crate) fn is(&self, identity: Identity, stat: &Statx) -> bool {
+    /// [`BIRTH_DELAY_MAX`] of the record, if the source has the rights to read and to replace `any` entry.
+    pub(crate) fn is(&self, identity: Identity, stat: &Statx, any: bool) -> bool {
         match *self {
             Made::Done(fingerprint) => identity.fingerprint() == fingerprint,
+            Made::Begun(_) if !any => false,
             Made::Begun(at) => {
                 let is_own = stat.stx_uid == rustix::process::geteuid().as_raw();
                 is_own && identity.born.abs_diff(at) <= BIRTH_DELAY_MAX.unsigned_abs()
@@ -38,13 +43,35 @@ impl Made {
     }
 }
 
+/// A time before a directory was made.
+#[derive(Debug, Clone, Copy)]
+pub struct MadeAfter(pub(super) i64);
+
+/// Makes a destination with mode 0700 in the directory `above`. `None` if there is an entry of this name.
+///
+/// # Errors
+/// As `mkdirat(2)`, or if somebody has put something else in its place.
+pub fn make_destination(above: impl AsFd, name: &[u8]) -> io::Result<Option<(OwnedFd, MadeAfter)>> {
+    // Directly before the call, and found again in the same directory: a lookup of its path can take as long as a peer likes, and
+    // lead elsewhere.
+    let since = Made::now();
+    match rustix::fs::mkdirat(&above, name, Mode::RWXU) {
+        Ok(()) => {}
+        Err(Errno::EXIST) => return Ok(None),
+        Err(e) => return Err(e.into()),
+    }
+    // Its name is made durable with its contents.
+    let dir = beneath::open(above, name, OFlags::RDONLY | OFlags::DIRECTORY, Links::Never)?;
+    Ok(Some((dir, MadeAfter(since))))
+}
+
 /// Entries that earlier sessions of a job made.
 #[derive(Debug, Default)]
 pub(crate) struct MadeBefore {
     /// Directories that may lack their attributes.
     pub(crate) directories: HashMap<Key, Made>,
-    /// Links and special files, if the source has no right to replace.
-    pub(crate) entries: HashMap<Key, Made>,
+    /// Fingerprints of the identities of links and special files, if the source has no right to replace.
+    pub(crate) entries: HashMap<Key, u64>,
 }
 
 /// True for an entry of this user that was born at this time of [`Made::now`] or later. A name can come to mean an older entry as soon
@@ -68,11 +95,33 @@ mod tests {
         let (identity, stat) = Identity::of(&opened, c"").unwrap();
         assert!(matches!(before, Made::Begun(at) if at <= identity.born), "one clock");
         let before = Made::Begun(identity.born);
-        let at = |offset: i64| Made::Begun(identity.born + offset).is(identity, &stat);
+        let at = |offset: i64| Made::Begun(identity.born + offset).is(identity, &stat, true);
         assert!(at(BIRTH_DELAY_MAX) && !at(BIRTH_DELAY_MAX + 1) && !at(-BIRTH_DELAY_MAX - 1));
         let mut foreign = stat;
         foreign.stx_uid += 1;
-        assert!(!before.is(identity, &foreign));
+        assert!(!before.is(identity, &foreign, true));
+        assert!(before.is(identity, &stat, true) && !before.is(identity, &stat, false), "somebody else's, perhaps");
+    }
+
+    #[test]
+    fn a_destination_is_found_in_the_directory_in_which_it_was_made() {
+        use std::os::unix::fs::PermissionsExt;
+        let top = tempfile::tempdir().unwrap();
+        std::fs::create_dir(top.path().join("above")).unwrap();
+        let above = std::fs::File::open(top.path().join("above")).unwrap();
+        // The path leads elsewhere from now on.
+        std::fs::rename(top.path().join("above"), top.path().join("moved")).unwrap();
+        std::fs::create_dir_all(top.path().join("above/new")).unwrap();
+        let (made, MadeAfter(since)) = make_destination(&above, b"new").unwrap().unwrap();
+        let (identity, stat) = Identity::of(&made, c"").unwrap();
+        assert!(is_new(identity, &stat, since));
+        let moved = std::fs::File::open(top.path().join("moved/new")).unwrap();
+        assert_eq!(Identity::of(&moved, c"").unwrap().0, identity);
+        assert_eq!(moved.metadata().unwrap().permissions().mode() & 0o777, 0o700);
+        for existing in ["new", "link"] {
+            let _ = std::os::unix::fs::symlink("new", top.path().join("moved/link"));
+            assert!(make_destination(&above, existing.as_bytes()).unwrap().is_none());
+        }
     }
 
     #[test]

@@ -24,6 +24,7 @@ mod tree;
 pub use attributes::Trust;
 pub(crate) use journal::replay_for_fuzzing;
 pub use journal::{SECRET_LEN as JOURNAL_SECRET_LEN, set_secret as set_journal_secret};
+pub use made::{MadeAfter, make_destination};
 pub(crate) use tree::is_own_name;
 
 use crate::link::{Channels, Link, LinkError, LinkEvent, Receive, Role, Transport, Window};
@@ -145,8 +146,8 @@ pub struct Target {
     pub root: Option<Arc<OwnedFd>>,
     /// Identifies the job, for resuming.
     pub job: [u8; 16],
-    /// The root directory was made for this session, with mode 0700, and after this [`time_now`].
-    pub made: Option<i64>,
+    /// The root directory was made for this session, by [`make_destination`].
+    pub made: Option<MadeAfter>,
     /// Entries of the root directory that the command names.
     pub named: RootNames,
     /// How far the source is trusted.
@@ -201,8 +202,9 @@ impl Prepared {
                 None => {}
             }
             notes.extend(leftovers::survey(root, &target.job).filter(|_| target.listed));
-            let own =
-                target.made.map(|since| tree::own_root(root, since, target.replace && target.listed, options.preserve));
+            let own = target
+                .made
+                .map(|since| tree::own_root(root, since.0, target.replace && target.listed, options.preserve));
             if let Some(made) = own.transpose().map_err(|e| LocalError::io("the destination", e))?.flatten() {
                 if let Some(journal) = &journal {
                     journal.directory(&journal::key_of(b""), made);
@@ -245,11 +247,6 @@ impl Prepared {
 /// what it holds may be what the filters leave out.
 fn clears_directories(options: &crate::wire::TreeOptions) -> bool {
     options.delete && options.exclude.is_empty()
-}
-
-/// The time for [`Target::made`].
-pub fn time_now() -> i64 {
-    made::Made::now()
 }
 
 /// An open directory that has been removed: it is empty, and nothing can be made in it. Stands for the missing destination of a

@@ -225,6 +225,7 @@ impl Walker {
         }
         let done: Walk = (|| {
             for root in roots {
+                self.check_cancel()?;
                 self.root(root)?;
             }
             self.settle_offers(0)?;

@@ -245,7 +245,7 @@ impl Tree {
         if FileType::from_raw_mode(entry.stat.st_mode) != kind || self.is_made((identity, &stat)) || !is_equal(&entry) {
             return Ok(None);
         }
-        let is_of_job = self.entries_before.get(&key_of(path)).is_some_and(|made| made.is(identity, &stat));
+        let is_of_job = self.entries_before.get(&key_of(path)) == Some(&identity.fingerprint());
         if !(is_of_job || self.manner.readable || self.manner.replace) {
             return Ok(None);
         }
@@ -359,24 +359,20 @@ impl Tree {
             let (identity, stat) = Identity::of(&place.dir, &place.name).ok()?;
             is_it(identity, &stat).then(|| {
                 self.remember_identity(identity, &stat);
-                Made::Done(identity.fingerprint())
+                identity
             })
         };
-        // Without the right to replace, a later attempt must recognise it.
-        let journal = self.journal.as_ref().filter(|_| linked.is_none() && !self.manner.replace);
-        let record = |made| journal.iter().for_each(|journal| journal.entry(&key_of(path), made));
-        record(Some(Made::Begun(since)));
         match self.writing(parent, || make(&place.dir, &place.name)) {
             Ok(()) => {
-                record(remember());
+                // Without the right to replace, a later attempt must recognise it.
+                let journal = self.journal.as_ref().filter(|_| linked.is_none() && !self.manner.replace);
+                if let (Some(identity), Some(journal)) = (remember(), journal) {
+                    journal.entry(&key_of(path), identity.fingerprint());
+                }
                 return Ok(());
             }
-            Err(e) => {
-                record(None);
-                if e != Errno::EXIST {
-                    return Err(e.into());
-                }
-            }
+            Err(Errno::EXIST) => {}
+            Err(e) => return Err(e.into()),
         }
         let stat = rustix::fs::statat(&place.dir, &place.name, AtFlags::SYMLINK_NOFOLLOW)?;
         let kind = FileType::from_raw_mode(stat.st_mode);

@@ -66,7 +66,7 @@ pub(crate) struct Tree {
     /// Directories made by earlier sessions of the job. One is removed when its record is taken.
     made_before: Mutex<HashMap<Key, Made>>,
     /// Links and special files made by earlier sessions of the job.
-    entries_before: HashMap<Key, Made>,
+    entries_before: HashMap<Key, u64>,
     /// A directory lacks attributes that a later attempt can give it.
     is_unsettled: AtomicBool,
     /// Records the directories that are made.
@@ -301,7 +301,7 @@ impl Tree {
     fn open_made(&self, path: &[u8], made: Made) -> io::Result<Option<Arc<OwnedFd>>> {
         let dir = self.open_to_write(path)?;
         let (identity, stat) = Identity::of(&dir, c"")?;
-        Ok(made.is(identity, &stat).then_some(dir))
+        Ok(made.is(identity, &stat, self.has_all_rights()).then_some(dir))
     }
 
     fn open_directory(&self, path: &[u8]) -> io::Result<Arc<OwnedFd>> {
@@ -353,7 +353,7 @@ impl Tree {
             return false;
         }
         let made = self.made_before.lock().expect("no panics under the lock").get(&key_of(path)).copied();
-        if !may(made.is_some_and(|made| made.is(identity, &stat))) {
+        if !may(made.is_some_and(|made| made.is(identity, &stat, self.has_all_rights()))) {
             return false;
         }
         let path_to_it = format!("/proc/self/fd/{}", dir.as_raw_fd());
