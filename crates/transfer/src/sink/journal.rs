@@ -167,6 +167,11 @@ impl Earlier {
         std::mem::take(&mut self.made)
     }
 
+    /// True if an earlier attempt made this directory, and it may lack its attributes.
+    pub(crate) fn has_directory(&self, key: &Key) -> bool {
+        self.made.directories.contains_key(key)
+    }
+
     /// Adds a directory that the job has made.
     pub(crate) fn add_directory(&mut self, key: Key, made: Made) {
         self.made.directories.insert(key, made);

@@ -202,9 +202,9 @@ impl Prepared {
                 None => {}
             }
             notes.extend(leftovers::survey(root, &target.job).filter(|_| target.listed));
-            let own = target
-                .made
-                .map(|since| tree::own_root(root, since.0, target.replace && target.listed, options.preserve));
+            // An earlier attempt of this process may have done so; its user can have changed the directory since.
+            let new = target.made.filter(|_| !earlier.has_directory(&journal::key_of(b"")));
+            let own = new.map(|since| tree::own_root(root, since.0, target.replace && target.listed, options.preserve));
             if let Some(made) = own.transpose().map_err(|e| LocalError::io("the destination", e))?.flatten() {
                 if let Some(journal) = &journal {
                     journal.directory(&journal::key_of(b""), made);
