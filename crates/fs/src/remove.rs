@@ -27,8 +27,10 @@ pub struct Removed {
 }
 
 impl Removed {
-    fn fail(&mut self, path: &[u8], error: impl Into<io::Error>) {
-        self.failure.get_or_insert_with(|| (path.to_vec(), error.into()));
+    fn fail(&mut self, remover: &Remover<'_>, path: &[u8], error: impl Into<io::Error>) {
+        let error = error.into();
+        (remover.on_failed)(path, &error);
+        self.failure.get_or_insert_with(|| (path.to_vec(), error));
     }
 }
 
@@ -45,6 +47,9 @@ pub struct Remover<'a> {
     pub is_over: &'a AtomicBool,
     /// Called with the path of each removed entry; in a dry run, of each entry that would be removed.
     pub on_removed: &'a dyn Fn(&[u8]),
+    /// Called with the path and the error of each entry that cannot be removed. A directory that is not empty for that is no failure
+    /// of its own.
+    pub on_failed: &'a dyn Fn(&[u8], &io::Error),
 }
 
 impl Remover<'_> {
@@ -53,7 +58,11 @@ impl Remover<'_> {
     pub fn remove(&self, dir: impl AsFd, name: &CStr, below: &[u8]) -> Removed {
         let mut removal = match Removal::new(dir, name, below) {
             Ok(removal) => removal,
-            Err(e) => return Removed { failure: Some((below.to_vec(), e)), ..Removed::default() },
+            Err(e) => {
+                let mut removed = Removed::default();
+                removed.fail(self, below, e);
+                return removed;
+            }
         };
         removal.run(self, None);
         removal.removed
@@ -160,17 +169,17 @@ impl Removal {
         if self.state == State::New {
             self.state = State::Inside;
             if let Err(e) = self.enter(remover) {
-                self.removed.fail(&self.path, e);
+                self.removed.fail(remover, &self.path, e);
             }
         }
         while self.state == State::Inside {
             if self.stack.is_empty() {
                 self.state = State::Done;
             } else if remover.is_over.load(Ordering::SeqCst) {
-                self.removed.fail(&self.path, io::Error::other("cancelled"));
+                self.removed.fail(remover, &self.path, io::Error::other("cancelled"));
                 self.state = State::Done;
             } else if let Err(e) = self.step(remover) {
-                self.removed.fail(&self.path, e);
+                self.removed.fail(remover, &self.path, e);
                 self.state = State::Done;
             } else if until.is_some_and(|until| Instant::now() >= until) {
                 return false;
@@ -276,7 +285,7 @@ impl Removal {
             Ok(false) => {}
             Err(e) => {
                 top.stays = true;
-                self.removed.fail(&self.path, e);
+                self.removed.fail(remover, &self.path, e);
                 return Ok(());
             }
         }
@@ -287,7 +296,7 @@ impl Removal {
             }
             Err(e) => {
                 self.stack.last_mut().expect("as before").stays = true;
-                self.removed.fail(&self.path, e);
+                self.removed.fail(remover, &self.path, e);
             }
         }
         Ok(())
@@ -309,7 +318,7 @@ impl Removal {
                 other => other,
             };
             if let Err(e) = removed {
-                self.removed.fail(&self.path, e);
+                self.removed.fail(remover, &self.path, e);
                 is_gone = false;
             }
         }
@@ -478,7 +487,8 @@ mod tests {
         fs::write(dir.path().join("d/file"), "").unwrap();
         for dry_run in [true, false] {
             let removed =
-                Remover { spares: &|_, _| false, dry_run, is_over: &NEVER, on_removed: &|_| () }.remove(&fd, c"d", b"");
+                Remover { spares: &|_, _| false, dry_run, is_over: &NEVER, on_removed: &|_| (), on_failed: &|_, _| () }
+                    .remove(&fd, c"d", b"");
             assert!(removed.failure.is_none(), "{removed:?}");
             assert_eq!((removed.count, removed.left), (5003, 0), "dry run: {dry_run}");
         }
@@ -497,7 +507,8 @@ mod tests {
         fs::write(path.join("sub/kept"), "").unwrap();
         let spares = |path: &[u8], _: &dyn Fn() -> bool| path.ends_with(b"kept");
         for (dry_run, left) in [(true, 5001), (false, 0)] {
-            let remover = Remover { spares: &spares, dry_run, is_over: &NEVER, on_removed: &|_| () };
+            let remover =
+                Remover { spares: &spares, dry_run, is_over: &NEVER, on_removed: &|_| (), on_failed: &|_, _| () };
             let mut removal = Removal::new(&fd, c"d", b"").unwrap();
             let mut parts = 1;
             while !removal.run(&remover, Some(Instant::now())) {
@@ -516,8 +527,14 @@ mod tests {
         fs::create_dir(dir.path().join("d")).unwrap();
         fs::write(dir.path().join("d/file"), "").unwrap();
         let is_over = AtomicBool::new(true);
-        let removed = Remover { spares: &|_, _| false, dry_run: false, is_over: &is_over, on_removed: &|_| () }
-            .remove(&fd, c"d", b"");
+        let removed = Remover {
+            spares: &|_, _| false,
+            dry_run: false,
+            is_over: &is_over,
+            on_removed: &|_| (),
+            on_failed: &|_, _| (),
+        }
+        .remove(&fd, c"d", b"");
         assert!(removed.failure.is_some() && dir.path().join("d/file").exists());
     }
 
@@ -532,7 +549,8 @@ mod tests {
         }
         let spares = |path: &[u8], _: &dyn Fn() -> bool| path.ends_with(b".log") || path == b"top/.snapshots";
         let removed =
-            Remover { spares: &spares, dry_run: false, is_over: &NEVER, on_removed: &|_| () }.remove(&fd, c"top", b"");
+            Remover { spares: &spares, dry_run: false, is_over: &NEVER, on_removed: &|_| (), on_failed: &|_, _| () }
+                .remove(&fd, c"top", b"");
         assert!(removed.failure.is_none());
         assert_eq!((removed.count, removed.left), (3, 2));
         assert!(dir.path().join("top/a/keep.log").exists() && dir.path().join("top/.snapshots/x").exists());

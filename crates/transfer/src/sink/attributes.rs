@@ -236,6 +236,14 @@ impl Tree {
         meta.xattrs.iter().all(|one| here.contains(one)) && compared.all(|(name, _)| is_at_source(name))
     }
 
+    /// True if [`Tree::apply`] would change nothing, and has nothing to report.
+    pub(super) fn has_attributes(&self, fd: BorrowedFd<'_>, meta: &Meta) -> bool {
+        let keeps_set_id = meta.mode & SET_ID & !self.mode(meta) == 0;
+        keeps_set_id
+            && rustix::fs::fstat(fd).is_ok_and(|stat| self.has_plain_attributes(&stat, meta))
+            && thruway_fs::xattr::read_open(fd).is_ok_and(|here| self.has_extended_attributes(&here, meta))
+    }
+
     /// Applies attributes to an open file or directory; those that could not be kept are told.
     pub(crate) fn apply(&self, fd: BorrowedFd<'_>, meta: &Meta, mode_is_right: bool, before: &Before) -> Shortcomings {
         let mut short = Shortcomings::default();

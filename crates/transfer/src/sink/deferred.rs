@@ -8,7 +8,7 @@ use crate::filter::Filter;
 use crate::session::LocalError;
 use crate::wire::{KeepEnd, Meta, Record, ReportKind};
 use rustix::fs::{Mode, OFlags};
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::collections::hash_map::Entry::{Occupied, Vacant};
 use std::collections::{HashMap, HashSet};
 use std::fs::File;
@@ -191,6 +191,16 @@ struct Keep {
     complete: u32,
 }
 
+/// The directory whose entries are being removed.
+#[derive(Default)]
+struct Pruned {
+    /// First part of the reported paths, which patterns do not apply to.
+    top: Vec<u8>,
+    path: Vec<u8>,
+    /// A failure was reported by the path of the directory, because the source has no right to learn names.
+    is_told: Cell<bool>,
+}
+
 /// How many sources have listed each directory; `None` if one of them could not list it whole.
 #[derive(Default)]
 struct Lists {
@@ -297,17 +307,26 @@ impl Files {
     fn remove(&self, deferred: &mut Deferred, lists: &HashMap<Vec<u8>, u32>) -> io::Result<()> {
         let filter = Filter::new(&self.params.options).map_err(io::Error::other)?;
         let spares = |path: &[u8], is_dir: &dyn Fn() -> bool| !filter.takes(path, is_dir);
-        // First part of the reported paths, which patterns do not apply to.
-        let top: RefCell<Vec<u8>> = RefCell::default();
+        let pruned: RefCell<Pruned> = RefCell::default();
         // A peer without the right to read does not learn names.
         let readable = self.tree.manner.readable;
         let itemize = |path: &[u8]| {
             if self.params.options.itemize && readable {
-                self.item(&beneath::join(&top.borrow(), path), "deleted");
+                self.item(&beneath::join(&pruned.borrow().top, path), "deleted");
+            }
+        };
+        let failed = |path: &[u8], e: &io::Error| {
+            let pruned = pruned.borrow();
+            if readable {
+                let path = beneath::join(&pruned.top, path);
+                self.report(&path, ReportKind::Incomplete, format!("not removed: {e}"));
+            } else if !pruned.is_told.replace(true) {
+                self.report(&pruned.path, ReportKind::Incomplete, format!("not removed: {e}"));
             }
         };
         let dry_run = self.params.options.dry_run;
-        let remover = Remover { spares: &spares, dry_run, is_over: &self.over, on_removed: &itemize };
+        let remover =
+            Remover { spares: &spares, dry_run, is_over: &self.over, on_removed: &itemize, on_failed: &failed };
         let own = super::journal::name_of(&self.job);
         let mut gathering: HashMap<Vec<u8>, Keep> = HashMap::new();
         // Of all that are being gathered.
@@ -337,13 +356,13 @@ impl Files {
                 return self.report(&path, ReportKind::Incomplete, why.into());
             }
             let (above, below) = path.split_at_checked(below as usize).unwrap_or((&path, b""));
-            top.replace(above.to_vec());
+            pruned.replace(Pruned { top: above.to_vec(), path: path.clone(), is_told: Cell::new(false) });
             let below = below.strip_prefix(b"/").unwrap_or(below);
             match self.tree.prune(&path, below, &keep.names, &own, &remover) {
                 Ok(removed) => {
                     self.counters.deleted.fetch_add(removed.count, Ordering::Relaxed);
                     if let Some((failed, e)) = removed.failure {
-                        let path = if readable { beneath::join(&top.borrow(), &failed) } else { path };
+                        let path = if readable { beneath::join(&pruned.borrow().top, &failed) } else { path };
                         self.report(&path, ReportKind::Incomplete, format!("not removed: {e}"));
                     }
                 }

@@ -31,7 +31,10 @@ impl Files {
             Record::Begin { path, resume: true, .. } => (path, Some("resumed")),
             Record::Begin { path, meta, .. } => (path, self.file_reason(path, meta)),
             Record::Dir { path, .. } if path.is_empty() => return None,
-            Record::Dir { path, meta } => (path, self.reason(path, meta, |_| None)),
+            Record::Dir { path, meta } => {
+                let early = self.tree.early_replaced(path).map(|replaced| if replaced { TYPE_DIFFERS } else { NEW });
+                (path, early.or_else(|| self.reason(path, meta, |_| None)))
+            }
             Record::Symlink { path, target, meta } => {
                 (path, self.reason(path, meta, |_| self.target_reason(path, target)))
             }

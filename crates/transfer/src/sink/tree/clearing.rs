@@ -82,7 +82,8 @@ fn run(
     dry_run: bool,
     on_removed: &dyn Fn(&[u8]),
 ) -> io::Result<bool> {
-    let done = removal.run(&Remover { spares: &|_, _| false, dry_run, is_over, on_removed }, until);
+    let remover = Remover { spares: &|_, _| false, dry_run, is_over, on_removed, on_failed: &|_, _| () };
+    let done = removal.run(&remover, until);
     match &removal.removed().failure {
         None => Ok(done),
         Some((path, e)) => Err(io::Error::new(e.kind(), format!("cannot remove {}: {e}", crate::escape(path)))),

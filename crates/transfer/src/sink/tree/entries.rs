@@ -168,7 +168,8 @@ impl Tree {
     /// If it may not.
     pub(crate) fn in_the_way(&self, path: &[u8]) -> io::Result<Option<Place>> {
         let place = match self.find(path) {
-            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
+            // Not there, or another entry gives way to its directory.
+            Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => return Ok(None),
             other => other?,
         };
         match rustix::fs::statat(&place.dir, &place.name, AtFlags::SYMLINK_NOFOLLOW) {
@@ -249,10 +250,7 @@ impl Tree {
         if !(is_of_job || self.manner.readable || self.manner.replace) {
             return Ok(None);
         }
-        let has_attributes = !self.manner.preserve
-            || self.has_plain_attributes(&entry.stat, meta)
-                && thruway_fs::xattr::read(entry.as_fd(), c"")
-                    .is_ok_and(|here| self.has_extended_attributes(&here, meta));
+        let has_attributes = !self.manner.preserve || self.has_attributes(entry.as_fd(), meta);
         if !has_attributes && self.manner.replace {
             return Ok(None);
         }

@@ -94,16 +94,23 @@ const LEVELS_AT_A_TIME: usize = 32;
 /// Directories that were made before their records.
 #[derive(Default)]
 struct Early {
-    paths: HashMap<Vec<u8>, Made>,
+    paths: HashMap<Vec<u8>, EarlyDirectory>,
     /// Of all paths.
     bytes: usize,
 }
 
+#[derive(Clone, Copy)]
+struct EarlyDirectory {
+    made: Made,
+    /// An entry of another type gave way to it.
+    replaced: bool,
+}
+
 impl Early {
     fn remove(&mut self, path: &[u8]) -> Option<Made> {
-        let made = self.paths.remove(path)?;
+        let early = self.paths.remove(path)?;
         self.bytes -= path.len();
-        Some(made)
+        Some(early.made)
     }
 }
 
@@ -210,10 +217,11 @@ impl Tree {
     /// Makes a directory whose record has not come.
     fn make_early(&self, place: &Place, path: &[u8]) -> io::Result<()> {
         let mut early = self.early.lock().expect("no panics under the lock");
-        if let Some(made) = self.make_in_place(place, path, Mode::RWXU)? {
+        if let Some(directory) = self.make_in_place(place, path, Mode::RWXU)? {
+            let made = directory.made;
             if early.bytes + path.len() <= EARLY_BYTES_MAX {
                 early.bytes += path.len();
-                early.paths.insert(path.to_vec(), made);
+                early.paths.insert(path.to_vec(), directory);
             } else {
                 self.made_before.lock().expect("no panics under the lock").insert(key_of(path), made);
             }
@@ -224,13 +232,14 @@ impl Tree {
     }
 
     /// Makes a directory. An entry of another type, a link to a directory included, gives way. `None` if there is a directory.
-    fn make_in_place(&self, place: &Place, path: &[u8], mode: Mode) -> io::Result<Option<Made>> {
+    fn make_in_place(&self, place: &Place, path: &[u8], mode: Mode) -> io::Result<Option<EarlyDirectory>> {
         let stat = || rustix::fs::statat(&place.dir, &place.name, AtFlags::SYMLINK_NOFOLLOW);
         if stat().is_err()
             && let Some(made) = self.make_new(place, path, mode)?
         {
-            return Ok(Some(made));
+            return Ok(Some(EarlyDirectory { made, replaced: false }));
         }
+        let mut replaced = false;
         // Workers can find the same entry in the way.
         let _replacing = self.replacing.lock().expect("no panics under the lock");
         match stat() {
@@ -239,11 +248,19 @@ impl Tree {
                 let why = "destination exists and is not a directory; a directory does not replace it";
                 return Err(io::Error::new(io::ErrorKind::AlreadyExists, why));
             }
-            Ok(stat) => self.clear_way(place, &stat, false, false)?,
+            Ok(stat) => {
+                self.clear_way(place, &stat, false, false)?;
+                replaced = true;
+            }
             Err(Errno::NOENT) => {}
             Err(e) => return Err(e.into()),
         }
-        self.make_new(place, path, mode)
+        Ok(self.make_new(place, path, mode)?.map(|made| EarlyDirectory { made, replaced }))
+    }
+
+    /// Whether an entry of another type gave way to a directory that was made before its record; `None` for other directories.
+    pub(crate) fn early_replaced(&self, path: &[u8]) -> Option<bool> {
+        self.early.lock().expect("no panics under the lock").paths.get(path).map(|early| early.replaced)
     }
 
     /// Makes a directory where nothing is. `None` if something has got there first.
@@ -405,7 +422,7 @@ impl Tree {
         let place = self.place(path)?;
         let (parent, _) = split(path);
         let mode = meta.mode & 0o777 | 0o700;
-        let new = self.make_in_place(&place, path, Mode::from_raw_mode(mode))?;
+        let new = self.make_in_place(&place, path, Mode::from_raw_mode(mode))?.map(|new| new.made);
         let early = self.early.lock().expect("no panics under the lock").remove(path);
         let before = self.made_before.lock().expect("no panics under the lock").remove(&key_of(path));
         let made = match (new, early.or(before)) {
@@ -448,6 +465,7 @@ impl Tree {
     /// Sets the permissions of directories without records. Returns those that failed.
     pub(crate) fn finish_early(&self) -> Vec<(Vec<u8>, io::Error)> {
         let early = std::mem::take(&mut *self.early.lock().expect("no panics under the lock"));
+        let paths = early.paths.into_iter().map(|(path, early)| (path, early.made));
         let set = |(path, made): (Vec<u8>, Made)| {
             let dir = self.open_made(&path, made);
             let set = dir.and_then(|dir| dir.map_or(Ok(()), |dir| self.set_permissions(&dir, 0o777)));
@@ -455,7 +473,7 @@ impl Tree {
         };
         // The root directory, if it got no record: the sources are files.
         let root = self.made_before.lock().expect("no panics under the lock").remove(&key_of(b""));
-        early.paths.into_iter().chain(root.map(|made| (Vec::new(), made))).filter_map(set).collect()
+        paths.chain(root.map(|made| (Vec::new(), made))).filter_map(set).collect()
     }
 
     /// Leaves the directories of the job to its next attempt: one of them lacks attributes.
@@ -483,6 +501,9 @@ impl Tree {
         // The mode that it had is not to come back.
         self.unlocked.lock().expect("no panics under the lock").retain(|unlocked| unlocked.path != path);
         if self.manner.preserve {
+            if self.has_attributes(dir.as_fd(), meta) {
+                return Ok(Shortcomings::default());
+            }
             let short = self.apply(dir.as_fd(), meta, false, &Before::Anything);
             self.sync_if_by_file(&*dir);
             return Ok(short);
@@ -506,13 +527,16 @@ impl Tree {
         }
         self.note(split(path).0, &place.dir)?;
         self.changed().many = true;
-        let short = self.apply(file.as_fd(), meta, false, &Before::Anything);
+        let short = match self.has_attributes(file.as_fd(), meta) {
+            true => Shortcomings::default(),
+            false => self.apply(file.as_fd(), meta, false, &Before::Anything),
+        };
         self.sync_if_by_file(&file);
         let (_, stat) = Identity::of(&file, c"")?;
         Ok((short, nanoseconds(stat.stx_ctime)))
     }
 
-    /// Removes from a directory what is not to be kept.
+    /// Removes from a directory what is not to be kept. The failure in the result is that of the listing; `remover` hears of others.
     pub(crate) fn prune(
         &self,
         path: &[u8],
@@ -568,7 +592,6 @@ impl Tree {
             let removed = remover.remove(&*dir, &name, below);
             total.count += removed.count;
             total.left += removed.left;
-            total.failure = total.failure.or(removed.failure);
         }
         Ok(total)
     }

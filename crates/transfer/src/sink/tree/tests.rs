@@ -60,7 +60,7 @@ fn a_directory_takes_the_place_of_a_link_but_not_of_a_device() {
         b"",
         &keep,
         c"journal",
-        &Remover { spares: &|_, _| false, dry_run: false, is_over: &NEVER, on_removed: &|_| () },
+        &Remover { spares: &|_, _| false, dry_run: false, is_over: &NEVER, on_removed: &|_| (), on_failed: &|_, _| () },
     )
     .unwrap();
     assert!(dir.path().join("real/precious").exists());
@@ -144,7 +144,10 @@ fn entries_below_a_default_list_are_made_without_rights_for_its_users() {
     assert_eq!(tree.mode_at_creation(&meta, &Before::Inherited), (Mode::from_raw_mode(0o600), false));
     tree.make_directory(b"d", &open).unwrap();
     // Before its record, as for a file that comes first.
+    symlink("elsewhere", dir.path().join("early")).unwrap();
     tree.directory(b"early/inner").unwrap();
+    let replaced = [&b"early"[..], b"early/inner", b"d"].map(|path| tree.early_replaced(path));
+    assert_eq!(replaced, [Some(true), Some(false), None]);
     for path in ["d", "early", "early/inner"] {
         assert!(!has_lists(path), "{path}");
         assert_eq!(
@@ -228,7 +231,13 @@ fn pruning_removes_all_but_what_is_kept_and_what_may_be_in_use() {
                 b"",
                 &keep,
                 c".own",
-                &Remover { spares: &|_, _| false, dry_run, is_over: &NEVER, on_removed: &|_| () },
+                &Remover {
+                    spares: &|_, _| false,
+                    dry_run,
+                    is_over: &NEVER,
+                    on_removed: &|_| (),
+                    on_failed: &|_, _| (),
+                },
             )
             .unwrap();
         assert_eq!((removed.count, removed.left), (4, 0));
@@ -321,7 +330,13 @@ fn what_came_with_a_copy_is_not_removed_by_it() {
             b"",
             &keep,
             c".own",
-            &Remover { spares: &|_, _| false, dry_run: false, is_over: &NEVER, on_removed: &|_| () },
+            &Remover {
+                spares: &|_, _| false,
+                dry_run: false,
+                is_over: &NEVER,
+                on_removed: &|_| (),
+                on_failed: &|_, _| (),
+            },
         )
         .unwrap();
     assert_eq!((removed.count, removed.left), (1, 1));
