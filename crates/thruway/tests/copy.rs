@@ -395,6 +395,14 @@ fn keys_decide_who_may_do_what() {
             parse(&out).as_array().unwrap().iter().map(|entry| entry["name"].as_str().unwrap().to_string()).collect();
         assert_eq!(names, expected);
     }
+    // --anonymous is an option of all services, and opens nothing that has keys.
+    let keys =
+        [OsStr::new("--anonymous"), OsStr::new("--authorized-keys"), allowed.as_os_str(), OsStr::new("--export")];
+    let daemon = Daemon::start(&[&keys[..], &[&export("e", &served, "")]].concat());
+    let read = |key: &Path| try_cp(&lab, &args(&[&"--key", &key, &daemon.url("e/f"), &lab.path("out")]));
+    assert!(read(&reader).status.success());
+    let out = read(&stranger);
+    assert!(out.status.code() == Some(1) && stderr(&out).contains("does not know your key"), "{}", stderr(&out));
 }
 
 #[test]

@@ -47,7 +47,8 @@ const HELP: &str = "Examples:
   thruway serve --config /etc/thruway/thruway.toml
 
 A daemon serves the keys in --authorized-keys. Without that option it serves, on
-loopback only, the user it runs as and root. --anonymous disables authentication.
+loopback only, the user it runs as and root. --anonymous disables authentication,
+except that of copies where --authorized-keys is given.
 SIGHUP reloads the keys, certificates, and who may use which share; SIGUSR1 prints
 statistics. Owners, set-id bits, devices
 and privileged attributes are taken only from that user and from keys marked
@@ -91,7 +92,7 @@ pub(crate) struct ServeArgs {
     /// File of the public keys that may use the daemon
     #[arg(long, value_name = "FILE")]
     authorized_keys: Option<PathBuf>,
-    /// Serve anybody, without authentication
+    /// Serve anybody, without authentication; with --authorized-keys, copies still need a key
     #[arg(long)]
     anonymous: bool,
     /// Refuse copies without encryption

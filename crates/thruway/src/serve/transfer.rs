@@ -197,7 +197,8 @@ fn start(args: &ServeArgs, credentials: Credentials) -> Result<Daemon, String> {
     let mut exports = args.export.clone();
     // Whoever started us through ssh may do here what ssh lets it do: its paths mean what they mean to this user.
     exports.iter_mut().for_each(|export| export.unconfined = args.secret_from_stdin);
-    let anonymous = args.anonymous;
+    // The option is one of all services. Strangers would have more rights than a key with options.
+    let anonymous = args.anonymous && args.authorized_keys.is_none();
     // The user that we run as needs no key on this machine, unless keys are insisted on.
     let local = args.authorized_keys.is_none() && !args.secret_from_stdin;
     let fabric = fabric(args.provider, &listen)?;
