@@ -1939,6 +1939,35 @@ fn a_mounted_file_system_is_not_removed_and_is_an_error() {
 }
 
 #[test]
+fn a_group_that_cannot_be_given_is_no_difference() {
+    let lab = Lab::new();
+    mode(lab.dir.path(), 0o755);
+    let (program, source, target) = (lab.program_for_all(), lab.mkdir("source"), lab.mkdir("target"));
+    mode(&target, 0o777);
+    write(source.join("foreign"), "x");
+    write(source.join("shared"), "x");
+    std::os::unix::fs::chown(source.join("shared"), None, Some(54_321)).unwrap();
+    let run = |options: &[&str]| {
+        let mut command = Command::new("setpriv");
+        command
+            .args(["--reuid", "65534", "--regid", "65534", "--groups", "54321"])
+            .arg(&program)
+            .args(["cp", "--json"]);
+        command.args(options).arg(slash(&source)).arg(target.join("new")).env("HOME", "/nonexistent");
+        let out = command.env_remove("XDG_CONFIG_HOME").output().unwrap();
+        assert!(out.status.success(), "{}", stderr(&out));
+        items(&parse(&out))
+    };
+    run(&["-av"]);
+    let group = |name: &str| fs::metadata(target.join("new").join(name)).unwrap().gid();
+    assert_eq!((group("foreign"), group("shared")), (65_534, 54_321));
+    assert!(run(&["-aun"]).is_empty());
+    std::os::unix::fs::chown(target.join("new/shared"), None, Some(65_534)).unwrap();
+    assert_eq!(run(&["-auv"]), ["shared attributes"]);
+    assert_eq!(group("shared"), 54_321);
+}
+
+#[test]
 fn delete_empties_read_only_directories_of_its_own_user() {
     const NOBODY: u32 = 65_534;
     let lab = Lab::new();

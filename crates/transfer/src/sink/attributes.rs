@@ -218,7 +218,8 @@ impl Tree {
 
     /// True if [`Tree::apply`] would not change the owner.
     fn has_owner(&self, stat: &Stat, meta: &Meta) -> bool {
-        !self.keeps_owner() || (stat.st_gid == meta.gid && (stat.st_uid == meta.uid || !self.privileged))
+        let has_group = stat.st_gid == meta.gid || !(self.privileged || self.groups.contains(&meta.gid));
+        !self.keeps_owner() || (has_group && (stat.st_uid == meta.uid || !self.privileged))
     }
 
     /// True if the entry has the mode, owner and times that a copy with `-p` would give it.

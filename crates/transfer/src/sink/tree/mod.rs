@@ -59,6 +59,8 @@ pub(crate) struct Tree {
     pub(super) manner: Manner,
     pub(super) umask: u32,
     pub(super) privileged: bool,
+    /// Groups of this process, to which its user may give files.
+    pub(super) groups: Vec<u32>,
     volumes: Volumes,
     changed: Mutex<Changed>,
     /// Directories made for entries in them before their own records were taken. Until then only their owner has rights to them.
@@ -136,6 +138,7 @@ impl Tree {
             manner,
             umask: current_umask(),
             privileged: rustix::process::geteuid().is_root(),
+            groups: current_groups(),
             volumes: Volumes::default(),
             changed: Mutex::default(),
             early: Mutex::default(),
@@ -608,6 +611,11 @@ pub(crate) fn own_root(root: &OwnedFd, since: i64, any: bool, preserve: bool) ->
         Tree::drop_inherited(root.as_fd())?;
     }
     Ok(Some(Made::Done(identity.fingerprint())))
+}
+
+fn current_groups() -> Vec<u32> {
+    let groups = rustix::process::getgroups().unwrap_or_default();
+    groups.into_iter().chain([rustix::process::getegid()]).map(|group| group.as_raw()).collect()
 }
 
 /// The process's umask, read without changing it.
