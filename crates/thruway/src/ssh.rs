@@ -55,7 +55,7 @@ impl Connection {
                     std::io::ErrorKind::NotFound => {
                         format!("{program}: not found; install an ssh client, or name one by THRUWAY_SSH")
                     }
-                    _ => format!("{program}: {e}"),
+                    _ => format!("cannot start {program} (THRUWAY_SSH names another program): {e}"),
                 }
             })?;
         let secret = thruway_engine::random::random();

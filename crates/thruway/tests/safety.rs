@@ -1236,6 +1236,23 @@ fn a_daemon_refuses_a_limit_on_open_files_that_one_client_would_reach() {
 }
 
 #[test]
+fn a_daemon_with_a_limit_on_the_size_of_files_serves_without_shared_memory() {
+    let lab = Lab::new();
+    let (source, served) = (lab.mkdir("source"), lab.mkdir("served"));
+    write(source.join("small"), "x");
+    write(source.join("large"), &"x".repeat(2 << 20));
+    let mut command = Command::new("sh");
+    command.args(["-c", "ulimit -f 2048; THRUWAY_LOG=warn exec \"$@\" 2>\"$0\""]).arg(lab.path("log")).arg(THRUWAY);
+    command.args(["serve", "--json", "--listen", "127.0.0.1:0", "--export"]);
+    let daemon = Daemon::start_by(command.arg(export("e", &served, "")));
+    let log = fs::read_to_string(lab.path("log")).unwrap();
+    assert!(log.contains("by TCP only") && log.contains("ulimit -f"), "{log}");
+    let out = try_cp(&lab, &args(&[&"-r", &source, &daemon.url("e/new")]));
+    assert!(out.status.code() == Some(1) && stderr(&out).contains("ulimit -f"), "{}", stderr(&out));
+    assert_eq!(names(&served.join("new")), ["small"]);
+}
+
+#[test]
 fn a_small_stack_is_an_error_with_a_remedy() {
     for limit in ["32", "64", "255"] {
         let script = format!("ulimit -s {limit}; exec \"$0\" serve --check");

@@ -72,6 +72,8 @@ pub(crate) struct Listener {
 
 /// Listens at an address of this host.
 pub(crate) fn listen(mut addr: SocketAddr, backlog: u32, config: &Config) -> io::Result<Listener> {
+    // Otherwise each connection would fail.
+    Memory::check_limit(config.ring)?;
     let mut port = None;
     if addr.port() == 0 {
         let family = if addr.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };

@@ -62,6 +62,16 @@ impl Memory {
         CONTROL + 2 * size
     }
 
+    /// Fails if this process may not make a file for two rings of `size` bytes.
+    pub(crate) fn check_limit(size: usize) -> io::Result<()> {
+        let len = Memory::file_len(size) as u64;
+        if sealed::may_be_long(len) {
+            return Ok(());
+        }
+        let why = format!("the limit on the size of files (ulimit -f) is less than {} KiB", len.div_ceil(1024));
+        Err(io::Error::new(io::ErrorKind::FileTooLarge, why))
+    }
+
     /// Makes memory for two rings of `size` bytes, a power of two, and a descriptor to hand to the peer.
     pub(crate) fn create(size: usize) -> io::Result<(Arc<Memory>, OwnedFd)> {
         let fd = sealed::create("thruway shm", Memory::file_len(size) as u64)?;

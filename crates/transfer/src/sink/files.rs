@@ -609,7 +609,9 @@ impl Files {
             if let Some(journal) = &self.journal {
                 journal.begun(&key, &version, identity);
             }
-            file.set_len(meta.size)?;
+            file.set_len(meta.size).inspect_err(|_| {
+                let _ = rustix::fs::unlinkat(dir, &temp, AtFlags::empty());
+            })?;
         }
         let wanted = match self.params.options.direct {
             Direct::Off => false,
