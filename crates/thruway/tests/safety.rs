@@ -1236,6 +1236,32 @@ fn a_daemon_refuses_a_limit_on_open_files_that_one_client_would_reach() {
 }
 
 #[test]
+fn a_daemon_without_descriptors_is_busy() {
+    let lab = Lab::new();
+    let (source, served) = (lab.mkdir("source"), lab.mkdir("served"));
+    for i in 0..10 {
+        write(source.join(format!("d{i}/f")), "x");
+    }
+    let daemon = lab.serve(&served);
+    let mut strace = Command::new("strace")
+        .args(["-f", "-o", "/dev/null", "-e", "trace=mkdirat", "-e", "inject=mkdirat:error=EMFILE:when=2", "-p"])
+        .arg(daemon.child.id().to_string())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut line = String::new();
+    // Kept open: more lines come.
+    let mut said = BufReader::new(strace.stderr.take().unwrap());
+    said.read_line(&mut line).unwrap();
+    assert!(line.contains("attached"), "{line}");
+    let result = cp(&lab, &args(&[&"-r", &source, &daemon.url("e/new")]));
+    assert!(result["retries"].as_u64().unwrap() > 0, "{result}");
+    assert_same(&source, &served.join("new"), Compare::Content);
+    strace.kill().unwrap();
+    strace.wait().unwrap();
+}
+
+#[test]
 fn a_daemon_with_a_limit_on_the_size_of_files_serves_without_shared_memory() {
     let lab = Lab::new();
     let (source, served) = (lab.mkdir("source"), lab.mkdir("served"));

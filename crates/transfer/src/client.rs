@@ -422,6 +422,7 @@ fn attempt(
         options,
         rate_limit: job.rate_limit,
         cancel: Some(cancel),
+        has_others: false,
     };
     let outcome = match (&job.local, prepared) {
         (Local::Sources(sources), _) => {

@@ -172,6 +172,8 @@ pub struct SessionParams {
     pub rate_limit: Option<u64>,
     /// Ends the session from outside.
     pub cancel: Option<Cancel>,
+    /// This process has sessions of others, too.
+    pub has_others: bool,
 }
 
 /// Ends a session from outside: its user has no right to it any more, or the daemon stops.
@@ -353,6 +355,14 @@ pub enum LocalError {
         /// The cause.
         source: io::Error,
     },
+    /// This process has reached its limit on open files, and other sessions may give some back.
+    #[error("{doing}: {source}")]
+    Exhausted {
+        /// The failed step, such as "writing a/b".
+        doing: String,
+        /// The cause.
+        source: io::Error,
+    },
     /// No block size suits both ends.
     #[error("the peer supports no block size near {0} bytes")]
     BlockSize(u32),
@@ -403,6 +413,7 @@ impl SessionError {
     /// What the peer is told; `None` if the peer is the one who knows.
     pub(crate) fn code(&self) -> Option<AbortCode> {
         match self {
+            SessionError::Local(LocalError::Exhausted { .. }) => Some(AbortCode::Busy),
             SessionError::Local(_) => Some(AbortCode::Failed),
             SessionError::Busy(_) => Some(AbortCode::Busy),
             SessionError::Cancelled(code, _) => Some(*code),

@@ -665,6 +665,8 @@ impl Session<'_> {
                 break (block_len, count);
             }
         };
+        // A daemon that serves one client only has no other sessions that could free memory or descriptors, so a retry would not help.
+        let has_others = !matches!(config.credentials, Credentials::Secret(_));
         let depth = config.blocks.clamp(4, 1024);
         // The peer chooses the length of a block.
         let fewest = depth.min(depth * LONG_BLOCK / block_len as usize).max(4);
@@ -677,9 +679,7 @@ impl Session<'_> {
             Ok(pipeline) => pipeline,
             Err(error) => {
                 tracing::warn!(peer = %self.peer, %error, "session refused");
-                // A daemon that serves one client only has no other sessions that could free memory, so a retry would not help.
-                let is_own = matches!(config.credentials, Credentials::Secret(_));
-                let code = if is_own { AbortCode::Failed } else { AbortCode::Busy };
+                let code = if has_others { AbortCode::Busy } else { AbortCode::Failed };
                 return self.refuse(link, code, error.to_string());
             }
         };
@@ -701,6 +701,7 @@ impl Session<'_> {
             options: asked.options.clone(),
             rate_limit: asked.rate_limit,
             cancel: Some(cancel),
+            has_others,
         };
         let progress = Arc::new(Progress::default());
         let on_report: OnReport = Arc::new(|report| {

@@ -326,9 +326,16 @@ impl Files {
 
     pub(super) fn fail(&self, path: &[u8], error: &io::Error) {
         // What would fail every other file too ends the session.
-        if let Some(code @ (libc::ENOSPC | libc::EDQUOT | libc::EROFS)) = error.raw_os_error() {
-            let doing = format!("writing {}", crate::escape(path));
-            self.events.send(SessionEvent::Fatal(LocalError::io(doing, io::Error::from_raw_os_error(code))));
+        let doing = || format!("writing {}", crate::escape(path));
+        match error.raw_os_error() {
+            Some(code @ (libc::EMFILE | libc::ENFILE)) if self.params.has_others => {
+                let source = io::Error::from_raw_os_error(code);
+                self.events.send(SessionEvent::Fatal(LocalError::Exhausted { doing: doing(), source }));
+            }
+            Some(code @ (libc::ENOSPC | libc::EDQUOT | libc::EROFS | libc::EMFILE | libc::ENFILE)) => {
+                self.events.send(SessionEvent::Fatal(LocalError::io(doing(), io::Error::from_raw_os_error(code))));
+            }
+            _ => {}
         }
         self.report(path, ReportKind::NotCopied, error.to_string());
     }
