@@ -147,6 +147,12 @@ fn last_error() -> Errno {
     Errno::from_raw_os_error(std::io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO))
 }
 
+/// Groups of this process: its effective group and the supplementary ones.
+pub fn own_groups() -> Vec<u32> {
+    let groups = rustix::process::getgroups().unwrap_or_default();
+    groups.into_iter().chain([rustix::process::getegid()]).map(|group| group.as_raw()).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

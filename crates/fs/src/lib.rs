@@ -4,6 +4,7 @@
 //! - [`identity`]: file identity: inode number and time of birth. [`handle`]: names that outlive renames and restarts.
 //! - [`credentials`]: acting as the user of a client.
 //! - [`listing`]: the names in a directory. [`walk`], [`remove`]: trees of any depth, with few descriptors.
+//! - [`writable`]: directories that are made writable for a time.
 //! - [`sparse`]: the data and the holes of a file.
 //! - [`lease`]: hearing of it before another program changes a file.
 //! - [`disk_lock`]: files that programs use as disks.
@@ -29,6 +30,7 @@ pub mod sparse;
 pub mod superblock;
 pub mod volumes;
 pub mod walk;
+pub mod writable;
 pub mod xattr;
 
 pub use credentials::Credentials;

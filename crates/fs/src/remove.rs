@@ -7,11 +7,12 @@
 
 use crate::disk_lock;
 use crate::listing::{self, BUFFER_LEN};
+use crate::writable;
 use rustix::fs::{AtFlags, FileType, Mode, OFlags, SeekFrom, Statx, StatxFlags};
 use rustix::io::Errno;
 use std::ffi::{CStr, CString};
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
@@ -65,7 +66,7 @@ impl Remover<'_> {
             }
         };
         removal.run(self, None);
-        removal.removed
+        std::mem::take(&mut removal.removed)
     }
 }
 
@@ -218,14 +219,20 @@ impl Removal {
         let (fd, mode) = match open(dir, name) {
             Err(e) if is_refused(&e) && !remover.dry_run => {
                 let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-                let Some(mode) = unlock(&rustix::fs::openat(dir, name, flags, Mode::empty())?) else { return Err(e) };
-                (open(dir, name)?, Some(mode))
+                let found = rustix::fs::openat(dir, name, flags, Mode::empty())?;
+                self.above_mount.require(&examine(&found, c"")?)?;
+                let Some(mode) = writable::unlock(&found) else { return Err(e) };
+                // By its descriptor: another directory may have its name by now.
+                let opened = open(&found, c".");
+                (opened.inspect_err(|_| drop(writable::lock_again(&found, mode)))?, Some(mode))
             }
             other => (other?, None),
         };
-        let mut level = self.level(&fd, name)?;
-        level.mode = mode;
-        Ok((level, fd))
+        let level = self.level(&fd, name);
+        if let (Err(_), Some(mode)) = (&level, mode) {
+            let _ = writable::lock_again(&fd, mode);
+        }
+        Ok((Level { mode, ..level? }, fd))
     }
 
     /// Begins to empty a directory.
@@ -335,10 +342,16 @@ impl Removal {
     }
 }
 
+impl Drop for Removal {
+    fn drop(&mut self) {
+        self.abandon();
+    }
+}
+
 impl Level {
     /// Makes the directory writable. False if it was, or is not this user's.
     fn unlock(&mut self, fd: &OwnedFd) -> bool {
-        let mode = unlock(fd);
+        let mode = writable::unlock(fd);
         self.mode = self.mode.or(mode);
         mode.is_some()
     }
@@ -347,7 +360,7 @@ impl Level {
     fn lock_again(&self, fd: &OwnedFd) {
         if let Some(mode) = self.mode {
             // It fails on a file system that has become read-only, and the removal has failed as well.
-            let _ = rustix::fs::fchmod(fd, Mode::from_raw_mode(mode));
+            let _ = writable::lock_again(fd, mode);
         }
     }
 
@@ -368,20 +381,6 @@ impl Level {
 /// True for an error that may end when the directory is made writable.
 fn is_refused(error: &io::Error) -> bool {
     error.raw_os_error() == Some(libc::EACCES)
-}
-
-/// Makes a directory of this user writable, and returns the mode that it had. `None` if it was writable, is another user's, or the change
-/// failed.
-fn unlock(dir: &OwnedFd) -> Option<u32> {
-    let stat = rustix::fs::fstat(dir).ok()?;
-    let mode = stat.st_mode & 0o7777;
-    if stat.st_uid != rustix::process::geteuid().as_raw() || mode & 0o700 == 0o700 {
-        return None;
-    }
-    // A descriptor opened as a path has no fchmod.
-    let path = format!("/proc/self/fd/{}", dir.as_raw_fd());
-    rustix::fs::chmod(path, Mode::from_raw_mode(mode | 0o700)).ok()?;
-    Some(mode)
 }
 
 /// Removes an entry other than a directory. False for a directory.

@@ -197,12 +197,16 @@ pub fn has(fd: BorrowedFd<'_>, attribute: &[u8], value: &[u8]) -> bool {
 }
 
 /// Gives an open file the access control list of an entry of a directory; if that has none, its permission bits `mode` replace a
-/// list that the file has inherited. Best effort.
-pub fn copy_acl(dir: BorrowedFd<'_>, from: &CStr, mode: u32, to: BorrowedFd<'_>) {
+/// list that the file has inherited.
+///
+/// # Errors
+/// If the list cannot be set. The file then has the one that it had.
+pub fn copy_acl(dir: BorrowedFd<'_>, from: &CStr, mode: u32, to: BorrowedFd<'_>) -> io::Result<()> {
     let from = path_of(dir, from);
     if let Ok(list) = get(|value| rustix::fs::lgetxattr(&from, ACCESS_ACL, value)) {
-        let _ = write(to, ACCESS_ACL.to_bytes(), &list);
+        write(to, ACCESS_ACL.to_bytes(), &list)?;
     } else if rustix::fs::getxattr(path_of(to, c""), ACCESS_ACL, &mut [0; 0][..]).is_ok() {
-        let _ = replace_acl(to, mode);
+        replace_acl(to, mode)?;
     }
+    Ok(())
 }

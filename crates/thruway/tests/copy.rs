@@ -4,9 +4,10 @@ mod support;
 
 use std::ffi::{OsStr, OsString};
 use std::fs;
+use std::io::{BufRead, BufReader};
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::Path;
-use std::process::Stdio;
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant, SystemTime};
 use support::*;
 
@@ -344,9 +345,51 @@ fn items_tell_a_key_without_the_right_to_read_no_names_and_targets() {
         let result = cp(&lab, &args(&[&"-rn", &"--delete", &"--key", &key, &contents, &daemon.url("e/")]));
         let items = result["items"].to_string();
         assert_eq!(result["deleted"], 2, "{result}");
+        // The number of deleted entries would show whether a name matches.
+        let probe =
+            args(&[&"-rn", &"--delete", &"--exclude", &"secret-d*", &"--key", &key, &contents, &daemon.url("e/")]);
+        let out = try_cp(&lab, &probe);
+        assert_eq!(stderr(&out).contains("requires the right to read"), !told, "{}", stderr(&out));
         assert_eq!(items.contains("secret"), told, "{items}");
         assert_eq!(items.contains("not compared"), !told, "{items}");
     }
+}
+
+#[test]
+fn failed_removals_tell_a_key_without_the_right_to_read_no_names() {
+    let lab = Lab::new();
+    let (served, source) = (lab.mkdir("served"), lab.mkdir("source"));
+    fs::create_dir(served.join("way")).unwrap();
+    fs::write(served.join("way/Jane"), [0; 4096]).unwrap();
+    std::os::unix::fs::symlink("target", source.join("way")).unwrap();
+    // As a virtual machine locks its disk.
+    let script = "import fcntl, struct, sys
+f = open(sys.argv[1], 'r+b')
+fcntl.fcntl(f, 37, struct.pack('hhqqi', fcntl.F_WRLCK, 0, 100, 1, 0))
+print(flush=True)
+sys.stdin.read()";
+    let mut holder = Command::new("python3")
+        .args(["-c", script])
+        .arg(served.join("way/Jane"))
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    BufReader::new(holder.stdout.as_mut().unwrap()).read_line(&mut String::new()).unwrap();
+    let mut contents = source.into_os_string();
+    contents.push("/");
+    for (rights, told) in [("create,replace,delete", false), ("rw", true)] {
+        let (key, daemon) = lab.serve_to_key(rights, &served);
+        for option in ["-rn", "-r"] {
+            let out = try_cp(&lab, &args(&[&option, &"--delete", &"--key", &key, &contents, &daemon.url("e/")]));
+            let text = stderr(&out);
+            assert!(out.status.code() == Some(1) && text.contains("in use as a disk"), "{text}");
+            assert_eq!(text.contains("Jane"), told, "{text}");
+        }
+    }
+    assert!(served.join("way/Jane").exists());
+    drop(holder.stdin.take());
+    holder.wait().unwrap();
 }
 
 #[test]

@@ -2046,6 +2046,14 @@ fn delete_empties_read_only_directories_of_its_own_user() {
         (vec!["f".into()], vec!["keep.log".into()])
     );
     assert_eq!((mode_of(target.join("kept")), mode_of(target.join("spared"))), (before, 0o555));
+    // A directory with the set-group-id bit of a foreign group stays: the kernel would drop the bit.
+    write(target.join("sgid/x"), "x");
+    std::os::unix::fs::chown(target.join("sgid"), Some(NOBODY), Some(54_321)).unwrap();
+    mode(target.join("sgid"), 0o2575);
+    let out = run(&[]);
+    assert!(out.status.code() == Some(1) && stderr(&out).contains("sgid/x: not removed"), "{}", stderr(&out));
+    assert_eq!(mode_of(target.join("sgid")), 0o2575);
+    fs::remove_dir_all(target.join("sgid")).unwrap();
     // A directory of another user stays, and is an error.
     write(target.join("foreign/x"), "x");
     let out = run(&[]);

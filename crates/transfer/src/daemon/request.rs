@@ -129,6 +129,12 @@ pub(super) fn open(shared: &Shared, asked: &SessionRequest, principal: &Principa
             if asked.options.delete && !rights.contains(Rights::DELETE) {
                 return refuse("you have no right to delete here (--delete)");
             }
+            let options = &asked.options;
+            let has_patterns = !(options.exclude.is_empty() && options.include.is_empty());
+            if options.delete && options.dry_run && has_patterns && !rights.contains(Rights::READ) {
+                // The count would depend on whether names match.
+                return refuse("a dry run of --delete with patterns requires the right to read");
+            }
             // What one principal leaves unfinished is no other's to go on with.
             let job = principal.job(&asked.job);
             open_push(export, asked, job, (&base, path, rights))

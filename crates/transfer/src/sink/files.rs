@@ -110,8 +110,8 @@ pub(super) struct LargeFile {
 pub(super) enum Promise {
     /// Parts of its temporary file, which is this one, need not be sent.
     Resume(Identity),
-    /// The attributes of this file are to be sent; `ours` if this job has put it in place.
-    Attributes { identity: Identity, ours: bool },
+    /// The attributes of this file, which last `changed` at this time, are to be sent; `ours` if this job has put it in place.
+    Attributes { identity: Identity, ours: bool, changed: i64 },
 }
 
 /// A directory of the destination that is kept open, with its path and what new files inherit from it.
@@ -271,7 +271,7 @@ impl Pack {
                     Err(e) => return failed(e),
                 };
                 let Some(turn) = files.clearings.take() else { return Ok(Next::Waits) };
-                match Clearing::new(place) {
+                match Clearing::new(place, files.tree.manner.readable) {
                     Ok(clearing) => (turn, clearing),
                     Err(e) => return failed(e),
                 }
@@ -448,11 +448,13 @@ impl Files {
                 made => self.other(&path, made),
             },
             Record::Attributes { path, meta } => {
-                let Some(Promise::Attributes { identity, ours }) = self.redeem(&path) else {
+                let Some(Promise::Attributes { identity, ours, changed }) = self.redeem(&path) else {
                     return self.violation(Violation::Unexpected("attributes of a file"));
                 };
                 let may = if ours { Ok(()) } else { self.tree.may_replace() };
-                match may.and_then(|()| self.tree.refresh(&path, &meta, identity)) {
+                // With all rights, another name of the file may have got its attributes in between.
+                let changed = Some(changed).filter(|_| ours || !self.tree.has_all_rights());
+                match may.and_then(|()| self.tree.refresh(&path, &meta, identity, changed)) {
                     Ok((short, ctime)) => {
                         // Its change time is another now: without a record of that it would be sent again.
                         if let Some(journal) = self.journal.as_ref().filter(|_| ours) {

@@ -79,13 +79,14 @@ impl Files {
             (ResumeDecision::Placed { lacking }, Some(found)) => {
                 self.resumed((&entry.path, &place), key, found, lacking)
             }
-            (ResumeDecision::UpToDate { is_newer }, Some((identity, _))) => {
+            (ResumeDecision::UpToDate { is_newer }, Some((identity, stat))) => {
                 if !self.earlier.is_empty() {
                     self.remove_begun(&place, &key);
                 }
                 // A newer file keeps its attributes, and so does any file without the right to replace it.
                 let preserve = self.params.options.preserve && !is_newer && self.tree.may_replace().is_ok();
-                if preserve && !self.promise(key, Promise::Attributes { identity, ours: false }) {
+                let changed = nanoseconds(stat.stx_ctime);
+                if preserve && !self.promise(key, Promise::Attributes { identity, ours: false, changed }) {
                     return Answer::Send;
                 }
                 self.counters.files.fetch_add(1, Ordering::Relaxed);
@@ -141,8 +142,9 @@ impl Files {
         lacking: bool,
     ) -> Answer {
         // The promise can wait for long, and the name mean another file then.
+        let changed = nanoseconds(stat.stx_ctime);
         if self.tree.sync_later(split(path).0, &place.dir).is_err()
-            || (lacking && !self.promise(key, Promise::Attributes { identity, ours: true }))
+            || (lacking && !self.promise(key, Promise::Attributes { identity, ours: true, changed }))
         {
             return Answer::Send;
         }

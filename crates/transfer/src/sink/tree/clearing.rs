@@ -17,16 +17,18 @@ pub(crate) struct Clearing {
     /// The look has ended without a failure.
     looked: bool,
     removal: Option<Removal>,
+    /// Failures name the entry.
+    shows_names: bool,
 }
 
 impl Clearing {
-    /// Nothing is looked at yet.
+    /// Nothing is looked at yet. `shows_names`: the source may learn names of entries.
     ///
     /// # Errors
     /// If the directory of the entry cannot be examined.
-    pub(crate) fn new(place: Place) -> io::Result<Clearing> {
+    pub(crate) fn new(place: Place, shows_names: bool) -> io::Result<Clearing> {
         let look = Removal::new(&*place.dir, &place.name, b"")?;
-        Ok(Clearing { place, look, looked: false, removal: None })
+        Ok(Clearing { place, look, looked: false, removal: None, shows_names })
     }
 
     /// Looks at what is left, until this time. `found` is called with the path of each entry, which begins with the name of the
@@ -41,7 +43,7 @@ impl Clearing {
         found: &dyn Fn(&[u8]),
     ) -> io::Result<bool> {
         if !self.looked {
-            self.looked = run(&mut self.look, is_over, until, true, found)?;
+            self.looked = run(&mut self.look, is_over, until, self.shows_names, Some(found))?;
         }
         Ok(self.looked)
     }
@@ -64,7 +66,7 @@ impl Clearing {
             Some(removal) => removal,
             new => new.insert(Removal::new(&*self.place.dir, &self.place.name, b"")?),
         };
-        run(removal, is_over, until, false, &|_| ())
+        run(removal, is_over, until, self.shows_names, None)
     }
 
     /// Entries in the directory that were removed.
@@ -75,17 +77,20 @@ impl Clearing {
     }
 }
 
+/// Continues a removal; with `found`, a look.
 fn run(
     removal: &mut Removal,
     is_over: &AtomicBool,
     until: Option<Instant>,
-    dry_run: bool,
-    on_removed: &dyn Fn(&[u8]),
+    shows_names: bool,
+    found: Option<&dyn Fn(&[u8])>,
 ) -> io::Result<bool> {
+    let (dry_run, on_removed) = (found.is_some(), found.unwrap_or(&|_| ()));
     let remover = Remover { spares: &|_, _| false, dry_run, is_over, on_removed, on_failed: &|_, _| () };
     let done = removal.run(&remover, until);
     match &removal.removed().failure {
         None => Ok(done),
+        Some((_, e)) if !shows_names => Err(io::Error::new(e.kind(), format!("cannot remove an entry in it: {e}"))),
         Some((path, e)) => Err(io::Error::new(e.kind(), format!("cannot remove {}: {e}", crate::escape(path)))),
     }
 }

@@ -8,11 +8,12 @@ use crate::sink::made::Made;
 use crate::wire::Meta;
 use rustix::fs::{AtFlags, FileType, Mode, OFlags, RenameFlags, ResolveFlags, Stat, Statx};
 use rustix::io::Errno;
+use std::collections::HashSet;
 use std::ffi::{CStr, CString};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex};
 use thruway_fs::beneath::{self, Links, split};
 use thruway_fs::identity::nanoseconds;
 use thruway_fs::{Identity, disk_lock};
@@ -93,7 +94,7 @@ impl Tree {
         }
     }
 
-    /// From now on, the entry is known as one that this session has put in place, or found as it should be.
+    /// From now on, the entry is known as one that this job has put in place.
     pub(crate) fn remember_identity(&self, identity: Identity, stat: &Statx) {
         let mut ours = self.ours.lock().expect("no panics under the lock");
         if ours.len() < OURS_MAX {
@@ -101,14 +102,28 @@ impl Tree {
         }
     }
 
+    /// From now on, the entry is known as one that equals one of the source. Gives the source no rights to it.
+    fn remember_found(&self, identity: Identity, stat: &Statx) {
+        let mut found = self.found.lock().expect("no panics under the lock");
+        if found.len() < OURS_MAX {
+            found.insert(identity.hash_on(stat));
+        }
+    }
+
+    /// True for an entry that this job has put in place or found as it should be.
+    fn is_known(&self, (identity, stat): (Identity, &Statx)) -> bool {
+        let is_found = || self.found.lock().expect("no panics under the lock").contains(&identity.hash_on(stat));
+        self.is_made((identity, stat)) || is_found()
+    }
+
     pub(super) fn is_ours(&self, dir: impl AsFd, name: &CStr) -> io::Result<bool> {
         let (identity, stat) = match Identity::of(dir, name) {
             Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(false),
             other => other?,
         };
-        let ours = self.ours.lock().expect("no panics under the lock");
-        // Entries beyond the limit are not in the set.
-        Ok(ours.len() >= OURS_MAX || ours.contains(&identity.hash_on(&stat)))
+        // Entries beyond the limit are not in the sets.
+        let is_full = |set: &Mutex<HashSet<u64>>| set.lock().expect("no panics under the lock").len() >= OURS_MAX;
+        Ok(is_full(&self.ours) || is_full(&self.found) || self.is_known((identity, &stat)))
     }
 
     /// True for an entry that this job has put in place, if it is one of the first [`OURS_MAX`].
@@ -120,7 +135,7 @@ impl Tree {
     /// another one to the source and the same to this file system.
     pub(super) fn is_of_this_copy(&self, place: &Place) -> io::Result<()> {
         let (identity, stat) = Identity::of(&place.dir, &place.name)?;
-        if !self.is_made((identity, &stat)) {
+        if !self.is_known((identity, &stat)) {
             return Ok(());
         }
         let why = "another entry of this copy has this name here (a file system may take names that differ in case \
@@ -138,7 +153,8 @@ impl Tree {
             FileType::Directory => match rustix::fs::unlinkat(&place.dir, &place.name, AtFlags::REMOVEDIR) {
                 Ok(()) => Ok(()),
                 Err(Errno::NOTEMPTY | Errno::EXIST) if self.manner.delete && whole => {
-                    let mut clearing = Clearing::new(Place { dir: Arc::clone(&place.dir), name: place.name.clone() })?;
+                    let place = Place { dir: Arc::clone(&place.dir), name: place.name.clone() };
+                    let mut clearing = Clearing::new(place, self.manner.readable)?;
                     let removed = clearing.remove(&self.over, None);
                     self.count_cleared(&clearing);
                     removed.map(drop)
@@ -243,7 +259,8 @@ impl Tree {
         let Ok(entry) = Unopened::look(&place.dir, &place.name) else { return Ok(None) };
         let kind = FileType::from_raw_mode(meta.mode);
         let (identity, stat) = Identity::of(&entry, c"")?;
-        if FileType::from_raw_mode(entry.stat.st_mode) != kind || self.is_made((identity, &stat)) || !is_equal(&entry) {
+        if FileType::from_raw_mode(entry.stat.st_mode) != kind || self.is_known((identity, &stat)) || !is_equal(&entry)
+        {
             return Ok(None);
         }
         let is_of_job = self.entries_before.get(&key_of(path)) == Some(&identity.fingerprint());
@@ -254,9 +271,11 @@ impl Tree {
         if !has_attributes && self.manner.replace {
             return Ok(None);
         }
-        // Other names of a linked entry can be entries of their own at the source.
-        if is_of_job || entry.stat.st_nlink <= 1 {
+        if is_of_job {
             self.remember_identity(identity, &stat);
+        } else if entry.stat.st_nlink <= 1 {
+            // Other names of a linked entry can be entries of their own at the source. What others have made gives no rights.
+            self.remember_found(identity, &stat);
         }
         // An earlier attempt may not have synced its name and attributes.
         self.change(split(path).0);
@@ -457,7 +476,7 @@ impl Tree {
                     file.chown(stat.st_uid, stat.st_gid)?;
                 }
                 // Before the mode, which gives rights to users in an inherited list.
-                thruway_fs::xattr::copy_acl(place.dir.as_fd(), &place.name, stat.st_mode, file.as_fd());
+                thruway_fs::xattr::copy_acl(place.dir.as_fd(), &place.name, stat.st_mode, file.as_fd())?;
                 file.chmod(stat.st_mode & 0o1777)?;
                 open.iter().for_each(|open| self.sync_if_by_file(open));
                 Ok(())

@@ -25,7 +25,7 @@ use rustix::io::Errno;
 use std::collections::{HashMap, HashSet};
 use std::ffi::{CStr, CString};
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use thruway_fs::Identity;
@@ -33,6 +33,7 @@ use thruway_fs::Volumes;
 use thruway_fs::beneath::{self, Links, split};
 use thruway_fs::identity::nanoseconds;
 use thruway_fs::remove::{Removed, Remover};
+use thruway_fs::writable;
 use thruway_fs::xattr::ACCESS_ACL;
 
 /// How a tree is written.
@@ -81,8 +82,10 @@ pub(crate) struct Tree {
     replacing: Mutex<()>,
     /// Directories made writable for the time of the copy.
     unlocked: Mutex<Vec<Unlocked>>,
-    /// What this session has put in place, by hash of its identity.
+    /// What this job has put in place, by hash of its identity.
     ours: Mutex<HashSet<u64>>,
+    /// Entries of others that equal those of the source.
+    found: Mutex<HashSet<u64>>,
     pub(super) told: Told,
 }
 
@@ -138,7 +141,8 @@ impl Tree {
             manner,
             umask: current_umask(),
             privileged: rustix::process::geteuid().is_root(),
-            groups: current_groups(),
+            groups: thruway_fs::credentials::own_groups(),
+            found: Mutex::default(),
             volumes: Volumes::default(),
             changed: Mutex::default(),
             early: Mutex::default(),
@@ -365,21 +369,15 @@ impl Tree {
 
     /// As [`Tree::unlock`], if `may` says so of a directory that the job has made, or has not.
     fn unlock_if(&self, path: &[u8], may: impl Fn(bool) -> bool) -> bool {
+        // Root needs no permissions.
         let opened = beneath::open(&self.root, path, OFlags::PATH | OFlags::DIRECTORY, Links::Never);
-        let Ok(dir) = opened else { return false };
+        let Some(dir) = opened.ok().filter(|_| !self.privileged) else { return false };
         let Ok((identity, stat)) = Identity::of(&dir, c"") else { return false };
-        let mode = u32::from(stat.stx_mode) & 0o7777;
-        if self.privileged || stat.stx_uid != rustix::process::geteuid().as_raw() || mode & 0o700 == 0o700 {
-            return false;
-        }
         let made = self.made_before.lock().expect("no panics under the lock").get(&key_of(path)).copied();
         if !may(made.is_some_and(|made| made.is(identity, &stat, self.has_all_rights()))) {
             return false;
         }
-        let path_to_it = format!("/proc/self/fd/{}", dir.as_raw_fd());
-        if rustix::fs::chmod(path_to_it, Mode::from_raw_mode(mode | 0o700)).is_err() {
-            return false;
-        }
+        let Some(mode) = writable::unlock(&dir) else { return false };
         self.unlocked.lock().expect("no panics under the lock").push(Unlocked { path: path.to_vec(), identity, mode });
         true
     }
@@ -388,13 +386,10 @@ impl Tree {
     pub(crate) fn lock_again(&self) {
         let unlocked = std::mem::take(&mut *self.unlocked.lock().expect("no panics under the lock"));
         for Unlocked { path, identity, mode } in unlocked.into_iter().rev() {
-            // Somebody may have put another directory there since, or given it another mode.
-            let is_as_unlocked = |dir: &OwnedFd| {
-                let found = Identity::of(dir, c"");
-                found.is_ok_and(|(found, stat)| found == identity && u32::from(stat.stx_mode) & 0o7777 == mode | 0o700)
-            };
-            if let Some(dir) = self.open_directory(&path).ok().filter(|dir| is_as_unlocked(dir)) {
-                if let Err(error) = rustix::fs::fchmod(&*dir, Mode::from_raw_mode(mode)) {
+            // Somebody may have put another directory there since.
+            let is_it = |dir: &OwnedFd| Identity::of(dir, c"").is_ok_and(|(found, _)| found == identity);
+            if let Some(dir) = self.open_directory(&path).ok().filter(|dir| is_it(dir)) {
+                if let Err(error) = writable::lock_again(&*dir, mode) {
                     let path = crate::escape(&path);
                     tracing::warn!(path, %error, "a directory that was made writable for the copy stays so");
                 }
@@ -518,14 +513,21 @@ impl Tree {
     /// Applies the attributes of this file, whose content is right already. Returns what fell short and the change time.
     ///
     /// # Errors
-    /// Also if another file has the name.
-    pub(crate) fn refresh(&self, path: &[u8], meta: &Meta, identity: Identity) -> io::Result<(Shortcomings, i64)> {
+    /// Also if another file has the name, or if this one last changed at another time than `changed`.
+    pub(crate) fn refresh(
+        &self,
+        path: &[u8],
+        meta: &Meta,
+        identity: Identity,
+        changed: Option<i64>,
+    ) -> io::Result<(Shortcomings, i64)> {
         let place = self.find(path)?;
         let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
         let file = rustix::fs::openat(&place.dir, &place.name, flags, Mode::empty())?;
         let (found, stat) = Identity::of(&file, c"")?;
         let is_file = FileType::from_raw_mode(stat.stx_mode.into()).is_file();
-        if !is_file || found != identity || stat.stx_size != meta.size {
+        let is_unchanged = changed.is_none_or(|changed| changed == nanoseconds(stat.stx_ctime));
+        if !is_file || found != identity || stat.stx_size != meta.size || !is_unchanged {
             return Err(io::Error::other("it changed at the destination meanwhile"));
         }
         self.note(split(path).0, &place.dir)?;
@@ -611,11 +613,6 @@ pub(crate) fn own_root(root: &OwnedFd, since: i64, any: bool, preserve: bool) ->
         Tree::drop_inherited(root.as_fd())?;
     }
     Ok(Some(Made::Done(identity.fingerprint())))
-}
-
-fn current_groups() -> Vec<u32> {
-    let groups = rustix::process::getgroups().unwrap_or_default();
-    groups.into_iter().chain([rustix::process::getegid()]).map(|group| group.as_raw()).collect()
 }
 
 /// The process's umask, read without changing it.

@@ -510,6 +510,12 @@ fn a_source_without_rights_links_only_to_files_of_its_own_job() {
         let linked = tree.link(b"link", b"secret");
         assert_eq!(linked.is_ok(), replace && readable, "{linked:?}");
         assert_eq!(dir.path().join("link").exists(), linked.is_ok());
+        // An equal entry of somebody else counts as copied, and gives no right to link to it.
+        rustix::fs::mknodat(&tree.root, c"pipe", FileType::Fifo, Mode::from_raw_mode(0o600), 0).unwrap();
+        let meta = Meta { mode: 0o010_666, ..Meta::default() };
+        assert_eq!(tree.special(b"pipe", &meta, 0).is_ok(), replace || readable);
+        assert_eq!(tree.link(b"piped", b"pipe").is_ok(), replace, "{replace} {readable}");
+        assert_eq!(mode_of(&dir.path().join("pipe")), if replace { 0o666 } else { 0o600 });
         let identity = file(dir.path(), "temp", 0o644);
         tree.put_in_place(b"", &tree.find(b"own").unwrap(), c"temp", identity).unwrap();
         tree.link(b"second", b"own").unwrap();
@@ -664,8 +670,15 @@ fn rights_of_a_job_do_not_pass_to_entries_of_others() {
     let identity = file(dir.path(), "g", 0o644);
     replace("g", 0o600);
     let meta = Meta { mode: 0o100_666, size: 1, ..Meta::default() };
-    assert!(tree.refresh(b"g", &meta, identity).unwrap_err().to_string().contains("changed"));
+    assert!(tree.refresh(b"g", &meta, identity, None).unwrap_err().to_string().contains("changed"));
     assert_eq!(mode_of(&path("g")), 0o600);
+    // The same file, which its owner has changed since.
+    let (identity, stat) = Identity::of(fs::File::open(path("g")).unwrap(), c"").unwrap();
+    let meta = Meta { size: stat.stx_size, ..meta };
+    let changed = nanoseconds(stat.stx_ctime);
+    assert!(tree.refresh(b"g", &meta, identity, Some(changed - 1)).unwrap_err().to_string().contains("changed"));
+    assert_eq!(mode_of(&path("g")), 0o600);
+    tree.refresh(b"g", &meta, identity, Some(changed)).unwrap();
     // A directory without the right to write, of another user of this daemon's.
     fs::create_dir(path("d")).unwrap();
     fs::set_permissions(path("d"), fs::Permissions::from_mode(0o555)).unwrap();
@@ -691,7 +704,7 @@ fn a_directory_in_the_way_is_removed_in_parts() {
     let tree = tree_with(dir.path(), false, true, Trust::Operator);
     fs::create_dir(dir.path().join("d")).unwrap();
     (0..20_000).for_each(|i| fs::write(dir.path().join(format!("d/{i}")), "").unwrap());
-    let mut clearing = Clearing::new(tree.in_the_way(b"d").unwrap().unwrap()).unwrap();
+    let mut clearing = Clearing::new(tree.in_the_way(b"d").unwrap().unwrap(), true).unwrap();
     let (mut looks, mut parts) = (1, 1);
     while !clearing.look(&tree.over, Some(std::time::Instant::now()), &|_| ()).unwrap() {
         looks += 1;
