@@ -196,14 +196,14 @@ pub fn has(fd: BorrowedFd<'_>, attribute: &[u8], value: &[u8]) -> bool {
     rustix::fs::getxattr(path_of(fd, c""), &attribute, present.as_mut_slice()).is_ok_and(|len| present[..len] == *value)
 }
 
-/// Gives an open file the access control list of an entry of a directory; if that has none, its permission bits `mode` replace a
+/// Gives an open file the access control list of another one, both perhaps opened as paths; if that has none, its permission bits `mode` replace a
 /// list that the file has inherited.
 ///
 /// # Errors
 /// If the list cannot be set. The file then has the one that it had.
-pub fn copy_acl(dir: BorrowedFd<'_>, from: &CStr, mode: u32, to: BorrowedFd<'_>) -> io::Result<()> {
-    let from = path_of(dir, from);
-    if let Ok(list) = get(|value| rustix::fs::lgetxattr(&from, ACCESS_ACL, value)) {
+pub fn copy_acl(from: BorrowedFd<'_>, mode: u32, to: BorrowedFd<'_>) -> io::Result<()> {
+    let from = path_of(from, c"");
+    if let Ok(list) = get(|value| rustix::fs::getxattr(&from, ACCESS_ACL, value)) {
         write(to, ACCESS_ACL.to_bytes(), &list)?;
     } else if rustix::fs::getxattr(path_of(to, c""), ACCESS_ACL, &mut [0; 0][..]).is_ok() {
         replace_acl(to, mode)?;

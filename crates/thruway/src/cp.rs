@@ -14,7 +14,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 use thruway_cli::{Common, Failed, print, units};
@@ -29,6 +29,9 @@ use thruway_transfer::link::Transport;
 use thruway_transfer::session::{NOT_KEPT, OnReport, PipelineSet, Progress, SessionError};
 use thruway_transfer::sink::{self, MadeAfter, Prepared};
 use thruway_transfer::wire::{AbortCode, Direct, ReportKind, SourceSpec, TreeOptions};
+
+/// Most bytes of items that are kept for `--json`.
+const ITEMS_MAX: usize = 1 << 30;
 
 /// Arguments of `thruway cp`.
 #[derive(Args, Clone)]
@@ -320,8 +323,21 @@ fn copy(args: &CpArgs, common: &Common, sources: &[Given<'_>], target: &Given<'_
     let itemized = Arc::clone(&items);
     let resume = resumption(args, &job);
     let (unwritten, moved, dry_run) = (AtomicBool::new(false), Arc::clone(&progress), args.dry_run);
+    let (itemize, room) = (job.options.itemize, AtomicUsize::new(ITEMS_MAX));
     let on_report: OnReport = Arc::new(move |report| {
         if report.kind == ReportKind::Item {
+            let len = size_of::<Item>() + report.path.len() + report.message.len();
+            let has_room = || {
+                let left = room.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |left| left.checked_sub(len));
+                if left.is_err() && room.swap(0, Ordering::SeqCst) > 0 {
+                    thruway_cli::say_error!("thruway cp: more than 1 GiB of items; the rest of them is left out");
+                }
+                left.is_ok()
+            };
+            // A daemon may send what nobody has asked for.
+            if !itemize || (json && !has_room()) {
+                return;
+            }
             let (path, reason) =
                 (thruway_transfer::escape(&report.path), thruway_transfer::escape(report.message.as_bytes()));
             match json {

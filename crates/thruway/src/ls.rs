@@ -4,6 +4,7 @@ use crate::endpoint::{self, Endpoint};
 use crate::remote::{self, Provider};
 use clap::Args;
 use std::ffi::OsString;
+use std::io::Write;
 use std::net::ToSocketAddrs;
 use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
@@ -63,21 +64,25 @@ pub(crate) fn run(args: &LsArgs, common: &Common) -> Result<(), Failed> {
         None => of_daemon(args)?,
     };
     if common.json {
-        let rows: Vec<_> = rows
-            .iter()
-            .map(|e| {
-                let name = String::from_utf8(e.name.clone()).unwrap_or_else(|e| thruway_transfer::escape(e.as_bytes()));
-                serde_json::json!({ "name": name, "type": kind(e.mode).to_string(), "mode": e.mode & 0o7777, "size": e.size, "mtime": e.mtime })
-            })
-            .collect();
-        thruway_cli::say!("{}", serde_json::Value::Array(rows));
-        return Ok(());
+        return print_array(&rows).map_err(|e| Failed::output(&e));
     }
     for entry in rows {
         let name = thruway_transfer::escape(&entry.name);
         thruway_cli::say!("{}{} {:>12} {}", kind(entry.mode), permissions(entry.mode), entry.size, name);
     }
     Ok(())
+}
+
+/// Prints rows as a JSON array, one at a time: a tree of values would take many times the memory of the rows.
+fn print_array(rows: &[Row]) -> std::io::Result<()> {
+    let mut out = std::io::BufWriter::new(std::io::stdout().lock());
+    for (index, e) in rows.iter().enumerate() {
+        let name = String::from_utf8(e.name.clone()).unwrap_or_else(|e| thruway_transfer::escape(e.as_bytes()));
+        let row = serde_json::json!({ "name": name, "type": kind(e.mode).to_string(), "mode": e.mode & 0o7777, "size": e.size, "mtime": e.mtime });
+        write!(out, "{}{row}", if index == 0 { "[" } else { "," })?;
+    }
+    writeln!(out, "{}", if rows.is_empty() { "[]" } else { "]" })?;
+    out.flush()
 }
 
 /// What is at `host[:port][/share[/path]]` of an NFS server.

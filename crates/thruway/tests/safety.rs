@@ -822,6 +822,63 @@ fn equal_links_and_pipes_are_not_made_again() {
 }
 
 #[test]
+fn a_file_that_somebody_else_puts_under_the_name_gets_no_content() {
+    const NOBODY: u32 = 65_534;
+    let lab = Lab::new();
+    let plant = |path: &Path| {
+        write(path, "planted");
+        mode(path, 0o666);
+        std::os::unix::fs::chown(path, Some(NOBODY), Some(NOBODY)).unwrap();
+    };
+    let owned = |path: &Path| (fs::metadata(path).unwrap().uid(), mode_of(path));
+    let secrets = [("small", noise(1000, 1)), ("large", noise(12 << 20, 2))];
+    for (name, content) in &secrets {
+        fs::write(lab.path(name), content).unwrap();
+        mode(lab.path(name), 0o600);
+    }
+    let (shared, plain) = (lab.mkdir("shared"), lab.mkdir("plain"));
+    mode(&shared, 0o1777);
+    let own = fs::metadata(&plain).unwrap().uid();
+    for (name, content) in &secrets {
+        // In a directory for all users with the sticky bit, before the copy begins.
+        plant(&shared.join(name));
+        cp(&lab, &args(&[&lab.path(name), &shared]));
+        assert_eq!((owned(&shared.join(name)), &fs::read(shared.join(name)).unwrap()), ((own, 0o600), content));
+        // In other directories, a file keeps owner and mode, as with cp.
+        plant(&plain.join(name));
+        cp(&lab, &args(&[&lab.path(name), &plain]));
+        assert_eq!(owned(&plain.join(name)), (NOBODY, 0o666));
+        fs::remove_file(plain.join(name)).unwrap();
+    }
+    // After the copy has begun.
+    let command = args(&[&"--bwlimit", &"4M", &lab.path("large"), &plain]);
+    let mut child = thruway(lab.dir.path()).args(["cp", "--quiet"]).args(&command).spawn().unwrap();
+    while !names(&plain).iter().any(|name| name.starts_with(".large")) {
+        assert!(child.try_wait().unwrap().is_none(), "it ended before the other file came");
+        std::thread::sleep(std::time::Duration::from_millis(1));
+    }
+    plant(&plain.join("large"));
+    assert!(child.wait().unwrap().success());
+    assert_eq!(owned(&plain.join("large")), (own, 0o600));
+    // A link of another user is not kept: its target could change.
+    let links = lab.mkdir("links");
+    for dir in [&links, &shared] {
+        symlink("target", dir.join("link")).unwrap();
+    }
+    std::os::unix::fs::lchown(shared.join("link"), Some(NOBODY), None).unwrap();
+    cp(&lab, &args(&[&"-r", &slash(&links), &shared]));
+    assert_eq!(fs::symlink_metadata(shared.join("link")).unwrap().uid(), own);
+    // A user namespace may not have the owner.
+    plant(&plain.join("small"));
+    let script = "exec \"$0\" cp --quiet \"$1\" \"$2\"";
+    let mut command = Command::new("unshare");
+    command.args(["-Ur", "sh", "-c", script, THRUWAY]).arg(lab.path("small")).arg(plain.join("small"));
+    let out = command.env("XDG_CONFIG_HOME", lab.dir.path()).output().unwrap();
+    assert!(out.status.success(), "{}", stderr(&out));
+    assert_eq!(fs::read(plain.join("small")).unwrap(), secrets[0].1);
+}
+
+#[test]
 fn an_equal_copy_is_not_touched() {
     let lab = Lab::new();
     let (source, served) = (lab.mkdir("source"), lab.mkdir("served"));

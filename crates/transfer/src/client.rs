@@ -572,12 +572,18 @@ fn negotiate_block(link: &mut Link, wanted: u32) -> Result<u32, SessionError> {
     for _ in 0..2 {
         match expect(link)? {
             Control::BlockSizeReply { accepted: true, .. } => return Ok(len),
-            Control::BlockSizeReply { largest, .. } if crate::daemon::acceptable_block(largest) => len = largest,
+            Control::BlockSizeReply { largest, .. } if is_smaller_block(largest, wanted) => len = largest,
             _ => break,
         }
         link.send(&Control::BlockSize(len))?;
     }
     Err(LocalError::BlockSize(wanted).into())
+}
+
+/// True for a block size that a peer may ask for instead of the wanted one. A larger one would take more memory than this end has
+/// reckoned with.
+fn is_smaller_block(largest: u32, wanted: u32) -> bool {
+    largest < wanted && crate::daemon::acceptable_block(largest)
 }
 
 /// Most bytes of a listing that a client takes from a daemon: some ten million entries.
@@ -611,6 +617,9 @@ pub fn list(remote: &Remote, export: &str, path: &[u8]) -> Result<Vec<ListEntry>
         let Control::Listing { entries, last } = expect(&mut link)? else {
             return Err(LinkError::Unexpected("message in a listing").into());
         };
+        if entries.iter().any(|entry| entry.name.is_empty()) {
+            return Err(LinkError::Unexpected("name in a listing").into());
+        }
         bytes += entries.iter().map(|entry| size_of_val(entry) + entry.name.len()).sum::<usize>();
         if bytes > LISTING_MAX || (entries.is_empty() && !last) {
             return Err(LinkError::Unexpected("length of a listing").into());
@@ -620,6 +629,20 @@ pub fn list(remote: &Remote, export: &str, path: &[u8]) -> Result<Vec<ListEntry>
             link.close();
             all.sort_by(|a: &ListEntry, b| a.name.cmp(&b.name));
             return Ok(all);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_peer_makes_blocks_smaller_only() {
+        for (largest, is_taken) in
+            [(64 << 10, true), (512 << 10, true), (1 << 20, false), (64 << 20, false), (5000, false)]
+        {
+            assert_eq!(is_smaller_block(largest, 1 << 20), is_taken, "{largest}");
         }
     }
 }

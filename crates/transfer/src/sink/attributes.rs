@@ -193,11 +193,26 @@ impl Tree {
 
     /// As [`Tree::inherited`], for a file with this name.
     pub(crate) fn inherited_as(&self, name: &CStr, dir: BorrowedFd<'_>, inherited: &Before) -> Before {
-        let is_file = |stat: Stat| FileType::from_raw_mode(stat.st_mode).is_file();
-        if !self.manner.preserve && rustix::fs::statat(dir, name, AtFlags::SYMLINK_NOFOLLOW).is_ok_and(is_file) {
-            return Before::Replacing;
+        if self.manner.preserve {
+            return inherited.clone();
         }
-        inherited.clone()
+        match rustix::fs::statat(dir, name, AtFlags::SYMLINK_NOFOLLOW) {
+            Ok(stat) if FileType::from_raw_mode(stat.st_mode).is_file() && self.gives_permissions(dir, &stat) => {
+                Before::Replacing
+            }
+            _ => inherited.clone(),
+        }
+    }
+
+    /// True if a copy without `-p` gets owner and permissions of a file that it replaces. Not in a directory for all users, with the
+    /// sticky bit, from a file of another user: that one may have made it to get at the content.
+    pub(super) fn gives_permissions(&self, dir: impl AsFd, old: &Stat) -> bool {
+        const STICKY: u32 = 0o1000;
+        const OTHERS_WRITE: u32 = 0o022;
+        rustix::fs::fstat(dir).is_ok_and(|dir| {
+            let is_shared = dir.st_mode & STICKY != 0 && dir.st_mode & OTHERS_WRITE != 0;
+            !is_shared || old.st_uid == rustix::process::geteuid().as_raw() || old.st_uid == dir.st_uid
+        })
     }
 
     /// Removes what a directory of the job has inherited. Until then, its mode is 0700.
@@ -212,7 +227,7 @@ impl Tree {
         Ok(())
     }
 
-    fn keeps_owner(&self) -> bool {
+    pub(super) fn keeps_owner(&self) -> bool {
         self.manner.preserve && self.manner.trust == Trust::Operator
     }
 

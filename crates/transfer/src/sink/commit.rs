@@ -39,6 +39,8 @@ pub(crate) struct Finished {
     pub(crate) identity: Identity,
     /// Not all of its attributes could be kept.
     pub(crate) lacking: bool,
+    /// It gets the permissions of the file that it replaces.
+    pub(crate) replacing: bool,
     pub(crate) content: Content,
 }
 
@@ -367,7 +369,7 @@ impl Directories<'_> {
     }
 
     fn place(&self, file: &Finished) -> io::Result<i64> {
-        self.tree.put_in_place(&file.parent, &self.of(file)?, &file.temp, file.identity)
+        self.tree.put_in_place(&file.parent, &self.of(file)?, (&file.temp, file.identity), file.replacing)
     }
 
     /// Removes a temporary file that will never get its name.

@@ -98,6 +98,7 @@ pub(super) struct LargeFile {
     key: Key,
     version: Version,
     identity: Identity,
+    before: Before,
     failure: FirstFailure,
     /// A piece, by its sequence number, that was not what the source had digested: the file changed there, or
     /// the network is at fault.
@@ -575,7 +576,8 @@ impl Files {
         let version = version_of(meta);
         let (parent, name) = (parent.to_vec(), place.name.clone());
         let content = self.committer.keep(file, open_files);
-        Ok(Finished { parent, name, temp, path: path.to_vec(), key, version, identity, lacking, content })
+        let replacing = *before == Before::Replacing;
+        Ok(Finished { parent, name, temp, path: path.to_vec(), key, version, identity, lacking, replacing, content })
     }
 
     fn open_large(&self, path: &[u8], meta: Meta, resumed: Option<Identity>) -> io::Result<Option<Arc<LargeFile>>> {
@@ -608,6 +610,11 @@ impl Files {
         let open = || rustix::fs::openat(dir, &temp, flags, Mode::from_raw_mode(0o600));
         let file = File::from(self.tree.writing(parent, open)?);
         let (identity, stat) = Identity::of(&file, c"")?;
+        // A file that somebody puts under its name from now on does not give it permissions.
+        let before = match self.params.options.preserve {
+            true => Before::Inherited,
+            false => self.tree.inherited_as(name, dir.as_fd(), &self.tree.inherited(dir.as_fd())?),
+        };
         let version = version_of(&meta);
         if let Some(resumed) = resumed {
             // The file that was read back, and no other that has come by its name since, or that has a second name.
@@ -643,6 +650,7 @@ impl Files {
             key,
             version,
             identity,
+            before,
             failure: FirstFailure::default(),
             suspect: Mutex::default(),
             written: AtomicU32::new(0),
@@ -851,14 +859,7 @@ impl Files {
             self.leave(&file.key);
             return self.events.send(SessionEvent::Progressed);
         }
-        let before = match self.params.options.preserve {
-            true => Ok(Before::Inherited),
-            false => self.tree.find(&file.path).and_then(|Place { dir, name }| {
-                Ok(self.tree.inherited_as(&name, dir.as_fd(), &self.tree.inherited(dir.as_fd())?))
-            }),
-        };
-        // Without its directory, it does not get its name.
-        let short = self.tree.apply(file.file.as_fd(), &file.meta, false, &before.unwrap_or(Before::Replacing));
+        let short = self.tree.apply(file.file.as_fd(), &file.meta, false, &file.before);
         let lacking = !short.is_none();
         self.fell_short(&file.path, short);
         if let Some(journal) = &self.journal {
@@ -874,6 +875,7 @@ impl Files {
             version: file.version,
             identity: file.identity,
             lacking,
+            replacing: file.before == Before::Replacing,
             content: Content::Open(Arc::clone(&file.file) as Arc<_>),
         }]);
     }

@@ -313,6 +313,11 @@ impl Journal {
             Err(rustix::io::Errno::NOENT) => return Interruption::None,
             Err(_) => return Interruption::Unknown,
         };
+        let own = rustix::process::geteuid().as_raw();
+        if !rustix::fs::fstat(&file).is_ok_and(|stat| stat.st_uid == own) {
+            // The name depends on the user, so another user's file of this name is no journal.
+            return Interruption::None;
+        }
         let mut first = [0; RECORD_LEN];
         let is_read = file.read_exact_at(&mut first, 0).is_ok();
         match is_read && key_in(&file, job).is_ok_and(|key| first == header(&key)) {
@@ -841,6 +846,16 @@ mod tests {
     fn placed(earlier: &Earlier, key: &Key, v: &Version, i: Identity, ctime: i64) -> bool {
         let present = Some(Present { identity: i, ctime, age: std::cmp::Ordering::Less });
         matches!(earlier.judge((key, v), present, false, || None), ResumeDecision::Placed { .. })
+    }
+
+    #[test]
+    fn a_file_of_another_user_with_the_name_of_a_journal_is_none() {
+        let (dir, fd) = dir();
+        let path = dir.path().join(name_of(&[1; 16]).to_str().unwrap());
+        std::fs::write(&path, "not a journal").unwrap();
+        assert_eq!(Journal::look(&fd, &[1; 16]), Interruption::Unknown);
+        std::os::unix::fs::chown(&path, Some(12_345), None).unwrap();
+        assert_eq!(Journal::look(&fd, &[1; 16]), Interruption::None);
     }
 
     #[test]

@@ -8,6 +8,7 @@
 use super::journal::{self, key_of};
 use super::tree::{JOURNAL_PREFIX, JOURNAL_SUFFIX, OWN_AGE_MAX_S, temp_name, temporary_of};
 use rustix::fs::{AtFlags, FileType, FlockOperation, Mode, OFlags, Stat, StatxFlags};
+use rustix::io::Errno;
 use std::collections::HashMap;
 use std::ffi::{CStr, CString, OsStr};
 use std::fs::File;
@@ -24,6 +25,8 @@ use thruway_fs::walk::{Visit, Walk};
 const SURVEY_MAX: usize = 10_000;
 /// Most journals of other jobs that are examined when a copy begins.
 const JOURNALS_MAX: usize = 16;
+/// Most journals of a [`Search`]. Each temporary file is compared with all of them, and each takes a descriptor.
+const SEARCHED_MAX: usize = 1000;
 /// Longest time from the journal of a copy to the directory that it makes, nanoseconds.
 const MAKER_AGE_MAX: i64 = 60_000_000_000;
 /// Most leftovers in the report of [`survey`]; it counts the others.
@@ -95,6 +98,9 @@ pub struct Search {
     pub found: Vec<Leftover>,
     /// Directories that could not be searched.
     pub failures: Vec<(Vec<u8>, io::Error)>,
+    /// A journal could not be opened, or there are too many. Temporary files without a journal may belong to it.
+    is_incomplete: bool,
+    journals: usize,
     _locks: Vec<Found>,
 }
 
@@ -108,15 +114,25 @@ impl Search {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let root = Arc::new(rustix::fs::open(&real, flags, Mode::empty())?);
         let mut journals: HashMap<PathBuf, Vec<Found>> = HashMap::new();
+        let mut search = Search {
+            root,
+            found: Vec::new(),
+            failures: Vec::new(),
+            is_incomplete: false,
+            journals: 0,
+            _locks: Vec::new(),
+        };
         // A job with a root directory further up may have temporary files here.
         for above in real.ancestors().skip(1) {
             let Ok(above_fd) = rustix::fs::open(above, flags, Mode::empty()) else { continue };
             let names = listing::names(&above_fd).into_iter().flatten().flatten();
-            let found = names.filter_map(|name| open_journal(&above_fd, &name)).map(|(found, _)| found);
-            let found: Vec<Found> = found.collect();
+            let found = names.filter_map(|name| {
+                let path = above.join(OsStr::from_bytes(name.to_bytes()));
+                search.open_journal(&above_fd, &name, path.as_os_str().as_bytes())
+            });
+            let found: Vec<Found> = found.map(|(found, _)| found).collect();
             journals.insert(above.into(), found);
         }
-        let mut search = Search { root, found: Vec::new(), failures: Vec::new(), _locks: Vec::new() };
         let mut temporaries = Vec::new();
         let stat = rustix::fs::fstat(&search.root)?;
         let mut tree = Walk::new(Arc::clone(&search.root), stat);
@@ -127,12 +143,33 @@ impl Search {
         }
         for (path, stat) in temporaries {
             let (parent, name) = split(&path);
-            let state = judge(&real.join(OsStr::from_bytes(parent)), name, &stat, &journals, None);
+            let dir = real.join(OsStr::from_bytes(parent));
+            let state = judge(&dir, name, &stat, (&journals, search.is_incomplete), None);
             search.found.extend(state.map(|state| Leftover::new(path, &stat, state)));
         }
         search.found.sort_by(|a, b| a.path.cmp(&b.path));
         search._locks = journals.into_values().flatten().collect();
         Ok(search)
+    }
+
+    /// Opens a journal. One that cannot be opened for want of descriptors is a failure.
+    fn open_journal(&mut self, dir: impl AsFd, name: &CStr, path: &[u8]) -> Option<(Found, Stat)> {
+        job_of(name.to_bytes())?;
+        let opened = match self.journals < SEARCHED_MAX {
+            true => open_journal(dir, name),
+            // Reported once.
+            false if self.is_incomplete => Ok(None),
+            false => {
+                Err(io::Error::other(format!("more than {SEARCHED_MAX} journals; remove those found, and repeat")))
+            }
+        };
+        let found = opened.unwrap_or_else(|e| {
+            self.is_incomplete = true;
+            self.failures.push((path.to_vec(), e));
+            None
+        });
+        self.journals += usize::from(found.is_some());
+        found
     }
 
     fn directory(
@@ -153,7 +190,7 @@ impl Search {
                 tree.descend(path, stat);
             } else if temporary_of(name.to_bytes()).is_some() {
                 temporaries.push((path, stat));
-            } else if let Some((found, stat)) = open_journal(&dir, &name) {
+            } else if let Some((found, stat)) = self.open_journal(&dir, &name, &path) {
                 self.found.push(Leftover::new(path, &stat, found.state));
                 journals.entry(real.join(OsStr::from_bytes(below))).or_default().push(found);
             }
@@ -189,7 +226,7 @@ pub(super) fn survey(root: &OwnedFd, own: &[u8; 16]) -> Option<String> {
             // With thousands of jobs in one directory, each job would examine the files of all others.
             break;
         } else if job_of(name.to_bytes()).is_some_and(|job| job != *own)
-            && let Some((journal, stat)) = open_journal(root, &name)
+            && let Ok(Some((journal, stat))) = open_journal(root, &name)
         {
             if journal.state == State::Complete {
                 let _ = rustix::fs::unlinkat(root, &name, AtFlags::empty());
@@ -204,7 +241,7 @@ pub(super) fn survey(root: &OwnedFd, own: &[u8; 16]) -> Option<String> {
     let here = Path::new("");
     let journals = HashMap::from([(here.to_path_buf(), journals)]);
     for (name, stat) in temporaries {
-        if judge(here, name.to_bytes(), &stat, &journals, Some(own)) == Some(State::Unfinished) {
+        if judge(here, name.to_bytes(), &stat, (&journals, false), Some(own)) == Some(State::Unfinished) {
             found.push((name, stat.st_blocks));
         }
     }
@@ -255,7 +292,7 @@ fn judge(
     dir: &Path,
     name: &[u8],
     stat: &Stat,
-    journals: &HashMap<PathBuf, Vec<Found>>,
+    (journals, is_incomplete): (&HashMap<PathBuf, Vec<Found>>, bool),
     own: Option<&[u8; 16]>,
 ) -> Option<State> {
     let kind = FileType::from_raw_mode(stat.st_mode);
@@ -271,7 +308,8 @@ fn judge(
     if own.is_some_and(|own| is_of(dir, own)) {
         return None;
     }
-    let mut running = false;
+    // A journal that is not known may be that of a running job.
+    let mut running = is_incomplete;
     for root in dir.ancestors() {
         for journal in journals.get(root).into_iter().flatten() {
             if is_of(root, &journal.job) {
@@ -305,24 +343,31 @@ fn job_of(name: &[u8]) -> Option<[u8; 16]> {
 }
 
 /// Opens a journal and tries to lock it; `None` if the name, the file type or the content is not that of a journal.
-fn open_journal(dir: impl AsFd, name: &CStr) -> Option<(Found, Stat)> {
-    let job = job_of(name.to_bytes())?;
+///
+/// # Errors
+/// If this process has too many open files.
+fn open_journal(dir: impl AsFd, name: &CStr) -> io::Result<Option<(Found, Stat)>> {
+    let Some(job) = job_of(name.to_bytes()) else { return Ok(None) };
     let flags = OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
     // On NFS, an exclusive lock requires a file that is open for writing.
     let open = |access| rustix::fs::openat(&dir, name, flags | access, Mode::empty());
-    let file = File::from(open(OFlags::RDWR).or_else(|_| open(OFlags::RDONLY)).ok()?);
-    let stat = rustix::fs::fstat(&file).ok()?;
+    let file = match open(OFlags::RDWR).or_else(|_| open(OFlags::RDONLY)) {
+        Ok(file) => File::from(file),
+        Err(e @ (Errno::MFILE | Errno::NFILE | Errno::NOMEM)) => return Err(e.into()),
+        Err(_) => return Ok(None),
+    };
+    let stat = rustix::fs::fstat(&file)?;
     if !FileType::from_raw_mode(stat.st_mode).is_file() || stat.st_nlink != 1 || !may_be_ours(&stat) {
-        return None;
+        return Ok(None);
     }
-    let complete = journal::is_complete(&file, &job)?;
+    let Some(complete) = journal::is_complete(&file, &job) else { return Ok(None) };
     let locked = rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive).is_ok();
     let state = match (locked, complete) {
         (false, _) => State::InUse,
         (true, true) => State::Complete,
         (true, false) => State::Unfinished,
     };
-    Some((Found { job, state, _file: locked.then_some(file) }, stat))
+    Ok(Some((Found { job, state, _file: locked.then_some(file) }, stat)))
 }
 
 #[cfg(test)]
@@ -398,6 +443,24 @@ mod tests {
         drop(search);
         assert_eq!(states(&root), [(name(&unknown), State::Recent)]);
         assert_eq!(fs::read_dir(&root).unwrap().count(), 5, "other names are left alone");
+    }
+
+    #[test]
+    fn a_search_with_too_many_journals_removes_no_temporary_files() {
+        let root = tempfile::tempdir().unwrap();
+        fs::create_dir(root.path().join("sub")).unwrap();
+        (0..SEARCHED_MAX + 5).for_each(|i| {
+            let job = (i as u128 + 100).to_be_bytes();
+            fs::write(root.path().join("sub").join(name_of(&job).to_str().unwrap()), "").unwrap();
+        });
+        let temp = temporary(root.path(), root.path(), "f", &[1; 16]);
+        let week_ago = std::time::SystemTime::now() - std::time::Duration::from_secs(7 * 86_400);
+        fs::File::options().write(true).open(&temp).unwrap().set_modified(week_ago).unwrap();
+        let search = Search::new(root.path()).unwrap();
+        let error = search.failures.iter().map(|(_, e)| e.to_string()).collect::<Vec<_>>();
+        assert!(matches!(&error[..], [one] if one.contains("more than 1000 journals")), "{error:?}");
+        let states: Vec<State> = search.found.iter().filter(|l| l.path.starts_with(b".f")).map(|l| l.state).collect();
+        assert_eq!((states, search.found.len()), (vec![State::InUse], SEARCHED_MAX + 1));
     }
 
     #[test]

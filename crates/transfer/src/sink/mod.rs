@@ -127,6 +127,11 @@ impl RootNames {
         self.names.as_deref().filter(|_| self.only)
     }
 
+    /// True if the path is that of an entry which the command has named for certain.
+    fn has(&self, path: &[u8]) -> bool {
+        self.allowed().is_some_and(|names| !path.is_empty() && names.iter().any(|one| one == path))
+    }
+
     /// True if the name is that of an entry which the command may have named.
     fn contains(&self, name: &[u8]) -> bool {
         self.names.as_ref().is_none_or(|names| names.iter().any(|one| one == name))

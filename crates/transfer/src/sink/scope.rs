@@ -55,10 +55,14 @@ impl Scope {
                 self.allow(self.preserve)?;
                 self.path(path)?;
             }
-            Record::File { path, .. }
-            | Record::Begin { path, .. }
-            | Record::Symlink { path, .. }
-            | Record::Attributes { path, .. } => self.path(path)?,
+            Record::Symlink { path, .. } => {
+                // A source follows links that the command names. One in place of the destination would lead the next copy elsewhere.
+                self.allow(self.names.is_none() || path.contains(&b'/'))?;
+                self.path(path)?;
+            }
+            Record::File { path, .. } | Record::Begin { path, .. } | Record::Attributes { path, .. } => {
+                self.path(path)?
+            }
         }
         match record {
             Record::Keep { path, below, names, .. } => {
@@ -147,6 +151,18 @@ mod tests {
         for record in [dir("wanted"), dir(""), keep(""), keep("wanted"), special("wanted"), link("wanted", "wanted")] {
             assert!(one.check(&record).is_err(), "{record:?}");
         }
+    }
+
+    #[test]
+    fn a_source_that_the_command_names_is_no_link() {
+        let symlink =
+            |path: &str| Record::Symlink { path: path.into(), target: b"/etc".to_vec(), meta: Meta::default() };
+        for names in [&["a"][..], &["a", "b"]] {
+            let scope = scope(names, |o| o.recursive = true);
+            assert!(scope.check(&symlink("a")).is_err() && scope.check(&symlink("a/b")).is_ok());
+        }
+        let contents = scope(&[""], |o| o.recursive = true);
+        assert!(contents.check(&symlink("a")).is_ok());
     }
 
     #[test]

@@ -77,13 +77,16 @@ impl Clearing {
     }
 }
 
+/// Hears of entries, by their paths.
+type OnFound<'a> = dyn Fn(&[u8]) + 'a;
+
 /// Continues a removal; with `found`, a look.
 fn run(
     removal: &mut Removal,
     is_over: &AtomicBool,
     until: Option<Instant>,
     shows_names: bool,
-    found: Option<&dyn Fn(&[u8])>,
+    found: Option<&OnFound<'_>>,
 ) -> io::Result<bool> {
     let (dry_run, on_removed) = (found.is_some(), found.unwrap_or(&|_| ()));
     let remover = Remover { spares: &|_, _| false, dry_run, is_over, on_removed, on_failed: &|_, _| () };

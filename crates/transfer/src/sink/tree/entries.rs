@@ -263,6 +263,11 @@ impl Tree {
         {
             return Ok(None);
         }
+        // Another owner could change its target later.
+        let is_own = entry.stat.st_uid == rustix::process::geteuid().as_raw();
+        if !(is_own || self.keeps_owner() && self.privileged) {
+            return Ok(None);
+        }
         let is_of_job = self.entries_before.get(&key_of(path)) == Some(&identity.fingerprint());
         if !(is_of_job || self.manner.readable || self.manner.replace) {
             return Ok(None);
@@ -325,6 +330,10 @@ impl Tree {
             let why =
                 "a hard link to a file that this copy has not put there requires the rights to read and to replace";
             return Err(io::Error::new(io::ErrorKind::PermissionDenied, why));
+        }
+        if self.manner.named.has(path) && FileType::from_raw_mode(before.stx_mode.into()) == FileType::Symlink {
+            // As a link that the source would send under this name.
+            return Err(io::Error::new(io::ErrorKind::PermissionDenied, "a source of the command cannot be a link"));
         }
         let special = !FileType::from_raw_mode(before.stx_mode.into()).is_file();
         if !special {
@@ -414,7 +423,8 @@ impl Tree {
         Ok(())
     }
 
-    /// Gives a finished file its name; says when its inode last changed then.
+    /// Gives a finished file its name; says when its inode last changed then. `replacing`: without `-p`, it gets the permissions of the
+    /// file that it replaces.
     ///
     /// # Errors
     /// Also if what is in the way may not be replaced, or if what has the temporary name is not that file.
@@ -422,8 +432,8 @@ impl Tree {
         &self,
         parent: &[u8],
         place: &Place,
-        temp: &CStr,
-        identity: Identity,
+        (temp, identity): (&CStr, Identity),
+        replacing: bool,
     ) -> io::Result<i64> {
         self.change(parent);
         let Place { dir, name } = place;
@@ -438,7 +448,7 @@ impl Tree {
             Err(Errno::EXIST | Errno::INVAL | Errno::NOSYS) => {
                 match rustix::fs::statat(dir, name, AtFlags::SYMLINK_NOFOLLOW) {
                     Ok(stat) => {
-                        self.make_way(place, &file, &stat)?;
+                        self.make_way(place, &file, &stat, replacing)?;
                         rustix::fs::renameat(dir, temp, dir, name)?;
                     }
                     Err(Errno::NOENT) if self.manner.replace => rustix::fs::renameat(dir, temp, dir, name)?,
@@ -464,20 +474,28 @@ impl Tree {
 
     /// Prepares for a file to take the place of another: without `preserve` it keeps whose that was
     /// and who could read it.
-    fn make_way(&self, place: &Place, file: &Unopened, stat: &Stat) -> io::Result<()> {
+    fn make_way(&self, place: &Place, file: &Unopened, stat: &Stat, replacing: bool) -> io::Result<()> {
         self.may_replace()?;
         self.is_of_this_copy(place)?;
         Tree::check_disk(place)?;
         match FileType::from_raw_mode(stat.st_mode) {
-            FileType::RegularFile if !self.manner.preserve => {
+            FileType::RegularFile if !self.manner.preserve && replacing => {
                 self.changed().many = true;
                 let open = self.volumes.any_by_file().then(|| file.open_whatever_it_may()).transpose()?;
-                if self.privileged {
-                    file.chown(stat.st_uid, stat.st_gid)?;
+                let old = Unopened::look(&place.dir, &place.name)?;
+                if FileType::from_raw_mode(old.stat.st_mode).is_file() && self.gives_permissions(&place.dir, &old.stat)
+                {
+                    if self.privileged {
+                        match file.chown(old.stat.st_uid, old.stat.st_gid) {
+                            // This user namespace has no such owner.
+                            Ok(()) | Err(Errno::INVAL) => {}
+                            Err(e) => return Err(e.into()),
+                        }
+                    }
+                    // Before the mode, which gives rights to users in an inherited list.
+                    thruway_fs::xattr::copy_acl(old.as_fd(), old.stat.st_mode, file.as_fd())?;
+                    file.chmod(old.stat.st_mode & 0o1777)?;
                 }
-                // Before the mode, which gives rights to users in an inherited list.
-                thruway_fs::xattr::copy_acl(place.dir.as_fd(), &place.name, stat.st_mode, file.as_fd())?;
-                file.chmod(stat.st_mode & 0o1777)?;
                 open.iter().for_each(|open| self.sync_if_by_file(open));
                 Ok(())
             }

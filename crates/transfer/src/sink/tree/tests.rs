@@ -85,7 +85,7 @@ fn missing_parents_are_made_and_types_change_as_in_a_mirror() {
         let identity = file(dir.path(), ".temp", 0o644);
         let tree = with(delete);
         let place = tree.place(name.as_bytes()).unwrap();
-        tree.put_in_place(b"", &place, c".temp", identity)
+        tree.put_in_place(b"", &place, (c".temp", identity), true)
     };
     put(false, "file").unwrap();
     assert!(dir.path().join("file").is_file(), "an empty directory gives way to a file");
@@ -96,7 +96,7 @@ fn missing_parents_are_made_and_types_change_as_in_a_mirror() {
     file(dir.path(), ".temp2", 0o644);
     let tree = with(false);
     let place = tree.place(b"new").unwrap();
-    assert!(tree.put_in_place(b"", &place, c".temp2", identity).is_err(), "not the file that was written");
+    assert!(tree.put_in_place(b"", &place, (c".temp2", identity), true).is_err(), "not the file that was written");
     assert!(!dir.path().join("new").exists());
 }
 
@@ -109,7 +109,7 @@ fn without_preserve_what_is_there_keeps_its_permissions() {
     let tree = tree_with(dir.path(), false, false, Trust::Operator);
     let identity = file(dir.path(), ".temp", 0o644);
     let place = tree.place(b"secret").unwrap();
-    tree.put_in_place(b"", &place, c".temp", identity).unwrap();
+    tree.put_in_place(b"", &place, (c".temp", identity), true).unwrap();
     let mode = |name: &str| fs::metadata(dir.path().join(name)).unwrap().mode() & 0o7777;
     assert_eq!(mode("secret"), 0o600);
     assert_eq!(fs::read(dir.path().join("secret")).unwrap(), b".temp");
@@ -257,7 +257,7 @@ fn what_somebody_swaps_in_gets_neither_name_nor_attributes() {
         assert_eq!((now.mode(), now.uid(), now.mtime()), (before.mode(), before.uid(), before.mtime()));
     };
     let tree = tree_with(&root, false, false, Trust::Operator);
-    let put = |identity| tree.put_in_place(b"", &tree.find(b"f").unwrap(), c"temp", identity);
+    let put = |identity| tree.put_in_place(b"", &tree.find(b"f").unwrap(), (c"temp", identity), true);
     fs::write(root.join("f"), "what was there").unwrap();
     fs::set_permissions(root.join("f"), fs::Permissions::from_mode(0o666)).unwrap();
     // A link where the temporary file was; another file; the same file with a second name.
@@ -297,7 +297,7 @@ fn one_entry_of_a_copy_does_not_take_the_place_of_another() {
         let identity = file(dir.path(), "temp", 0o644);
         fs::write(dir.path().join("temp"), content).unwrap();
         let place = Place { dir: Arc::clone(&tree.root), name: name.into() };
-        tree.put_in_place(b"", &place, c"temp", identity)
+        tree.put_in_place(b"", &place, (c"temp", identity), true)
     };
     fs::write(dir.path().join("f"), "old").unwrap();
     put(c"f", "first").unwrap();
@@ -321,7 +321,7 @@ fn what_came_with_a_copy_is_not_removed_by_it() {
     let dir = tempfile::tempdir().unwrap();
     let tree = tree(dir.path());
     let identity = file(dir.path(), "temp", 0o644);
-    tree.put_in_place(b"", &tree.find(b"Readme").unwrap(), c"temp", identity).unwrap();
+    tree.put_in_place(b"", &tree.find(b"Readme").unwrap(), (c"temp", identity), true).unwrap();
     fs::write(dir.path().join("old"), "").unwrap();
     let keep = HashSet::from([b"README".to_vec()]);
     let removed = tree
@@ -485,7 +485,7 @@ fn a_file_does_not_take_the_place_of_a_directory_that_was_made_for_another_file(
     tree.place(b"d/file").unwrap();
     // As where names that differ in case are one.
     let identity = file(dir.path(), "temp", 0o644);
-    let error = tree.put_in_place(b"", &tree.find(b"d").unwrap(), c"temp", identity).unwrap_err();
+    let error = tree.put_in_place(b"", &tree.find(b"d").unwrap(), (c"temp", identity), true).unwrap_err();
     assert!(error.to_string().contains("another entry of this copy"), "{error}");
 }
 
@@ -517,11 +517,23 @@ fn a_source_without_rights_links_only_to_files_of_its_own_job() {
         assert_eq!(tree.link(b"piped", b"pipe").is_ok(), replace, "{replace} {readable}");
         assert_eq!(mode_of(&dir.path().join("pipe")), if replace { 0o666 } else { 0o600 });
         let identity = file(dir.path(), "temp", 0o644);
-        tree.put_in_place(b"", &tree.find(b"own").unwrap(), c"temp", identity).unwrap();
+        tree.put_in_place(b"", &tree.find(b"own").unwrap(), (c"temp", identity), true).unwrap();
         tree.link(b"second", b"own").unwrap();
         tree.link(b"third", b"second").unwrap();
         assert_eq!(fs::metadata(dir.path().join("third")).unwrap().nlink(), 3);
     }
+}
+
+#[test]
+fn a_hard_link_in_place_of_a_source_of_the_command_is_no_symbolic_link() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut tree = tree(dir.path());
+    symlink("/etc", dir.path().join("link")).unwrap();
+    file(dir.path(), "f", 0o644);
+    tree.manner.named = RootNames::destination(b"new".to_vec());
+    assert!(tree.link(b"new", b"link").unwrap_err().to_string().contains("cannot be a link"));
+    tree.link(b"other", b"link").unwrap();
+    tree.link(b"new", b"f").unwrap();
 }
 
 #[test]
@@ -726,7 +738,7 @@ fn nothing_is_cleared_when_the_session_is_over() {
     fs::write(dir.path().join("d/precious"), "").unwrap();
     let identity = file(dir.path(), ".temp", 0o644);
     tree.over.store(true, std::sync::atomic::Ordering::SeqCst);
-    assert!(tree.put_in_place(b"", &tree.find(b"d").unwrap(), c".temp", identity).is_err());
+    assert!(tree.put_in_place(b"", &tree.find(b"d").unwrap(), (c".temp", identity), true).is_err());
     assert!(dir.path().join("d/precious").exists());
 }
 
