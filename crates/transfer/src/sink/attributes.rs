@@ -72,7 +72,7 @@ impl Shortcomings {
     }
 }
 
-/// Extended attributes that an entry may have before it gets those of the source, and who may access it.
+/// Extended attributes and rights that an entry may have before it gets those of the source.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Before {
     /// None: the entry was made where nothing is inherited.

@@ -263,7 +263,7 @@ pub(crate) trait Medium: Read + Write + Send {
     fn remove(&mut self) -> io::Result<()>;
 }
 
-/// Whether an earlier attempt at a job was interrupted in a directory.
+/// Trace of an earlier attempt at a job in a directory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Interruption {
     /// There is no journal.
@@ -305,7 +305,7 @@ impl Journal {
         Journal::over(Box::new(OnDisk { file, dir: Arc::clone(dir), name }), key)
     }
 
-    /// Whether an earlier attempt at the job left a journal in `dir`.
+    /// Looks for the journal of an earlier attempt at the job in `dir`.
     pub(crate) fn look(dir: impl AsFd, job: &[u8; 16]) -> Interruption {
         let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
         let file = match rustix::fs::openat(dir, name_of(job), flags, Mode::empty()) {
@@ -315,7 +315,7 @@ impl Journal {
         };
         let own = rustix::process::geteuid().as_raw();
         if !rustix::fs::fstat(&file).is_ok_and(|stat| stat.st_uid == own) {
-            // The name depends on the user, so another user's file of this name is no journal.
+            // The name depends on the user, so a file of another user with this name is not a journal.
             return Interruption::None;
         }
         let mut first = [0; RECORD_LEN];

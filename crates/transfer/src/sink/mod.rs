@@ -225,7 +225,7 @@ impl Prepared {
         self.journal.is_some()
     }
 
-    /// Whether an earlier attempt at the job was interrupted in this directory, and made its entry `name`.
+    /// True if an earlier attempt at the job was interrupted in this directory. It made the entry `name`.
     ///
     /// # Errors
     /// If that is not known: the journal cannot be read. The message names the remedy.

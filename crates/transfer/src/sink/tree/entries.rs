@@ -423,7 +423,7 @@ impl Tree {
         Ok(())
     }
 
-    /// Gives a finished file its name; says when its inode last changed then. `replacing`: without `-p`, it gets the permissions of the
+    /// Gives a finished file its name, and returns the change time of its inode. `replacing`: without `-p`, it gets the permissions of the
     /// file that it replaces.
     ///
     /// # Errors

@@ -82,7 +82,7 @@ pub(crate) struct Tree {
     replacing: Mutex<()>,
     /// Directories made writable for the time of the copy.
     unlocked: Mutex<Vec<Unlocked>>,
-    /// What this job has put in place, by hash of its identity.
+    /// Entries that this job has put in place, by hash of identity.
     ours: Mutex<HashSet<u64>>,
     /// Entries of others that equal those of the source.
     found: Mutex<HashSet<u64>>,
@@ -265,7 +265,7 @@ impl Tree {
         Ok(self.make_new(place, path, mode)?.map(|made| EarlyDirectory { made, replaced }))
     }
 
-    /// Whether an entry of another type gave way to a directory that was made before its record; `None` for other directories.
+    /// True if an entry of another type gave way to a directory that was made before its record; `None` for other directories.
     pub(crate) fn early_replaced(&self, path: &[u8]) -> Option<bool> {
         self.early.lock().expect("no panics under the lock").paths.get(path).map(|early| early.replaced)
     }
@@ -367,7 +367,7 @@ impl Tree {
         self.unlock_if(path, |made| self.manner.replace || made)
     }
 
-    /// As [`Tree::unlock`], if `may` says so of a directory that the job has made, or has not.
+    /// As [`Tree::unlock`], if `may` is true. Its argument is true for a directory that the job has made.
     fn unlock_if(&self, path: &[u8], may: impl Fn(bool) -> bool) -> bool {
         // Root needs no permissions.
         let opened = beneath::open(&self.root, path, OFlags::PATH | OFlags::DIRECTORY, Links::Never);
@@ -541,7 +541,7 @@ impl Tree {
         Ok((short, nanoseconds(stat.stx_ctime)))
     }
 
-    /// Removes from a directory what is not to be kept. The failure in the result is that of the listing; `remover` hears of others.
+    /// Removes all entries of a directory but those in `keep`. The failure in the result is that of the listing; others go to `remover`.
     pub(crate) fn prune(
         &self,
         path: &[u8],
