@@ -822,6 +822,44 @@ fn equal_links_and_pipes_are_not_made_again() {
 }
 
 #[test]
+fn newer_files_with_the_names_of_hard_links_are_kept_by_update() {
+    let lab = Lab::new();
+    let served = lab.mkdir("served");
+    let daemon = lab.serve(&served);
+    // Either name can come first.
+    for (round, name) in ["n2", "m1", "m3", "q7", "zz", "a", "b"].into_iter().enumerate() {
+        let source = lab.mkdir(&format!("source{round}"));
+        for (one, other) in [("n", name), ("x", &*format!("x{name}"))] {
+            write(source.join(one), "src\n");
+            set_modified(&source.join(one), 1_000_000);
+            fs::hard_link(source.join(one), source.join(other)).unwrap();
+        }
+        for by_daemon in [false, true] {
+            let copy = served.join(format!("copy{round}{by_daemon}"));
+            let target = if by_daemon { daemon.url(&format!("e/copy{round}true")) } else { os(&copy) };
+            write(copy.join("n"), "NEW\n");
+            write(copy.join("x"), "NW1\n");
+            write(copy.join(format!("x{name}")), "NW2\n");
+            for option in ["-aunv", "-auv", "-auv"] {
+                let result = cp(&lab, &args(&[&option, &slash(&source), &target]));
+                assert!(result["skipped"].as_u64() >= Some(3), "{result}");
+            }
+            let read = |name: &str| fs::read_to_string(copy.join(name)).unwrap();
+            let found = [read("n"), read(name), read("x"), read(&format!("x{name}"))];
+            assert_eq!(found, ["NEW\n", "src\n", "NW1\n", "NW2\n"], "{name} {by_daemon}");
+            // Older ones are replaced, and linked again.
+            for file in ["n", "x", &*format!("x{name}")] {
+                set_modified(&copy.join(file), 900_000);
+            }
+            cp(&lab, &args(&[&"-au", &slash(&source), &target]));
+            assert_same(&source, &copy, Compare::Everything);
+            let inode = |name: &str| fs::metadata(copy.join(name)).unwrap().ino();
+            assert_eq!((inode("n"), inode("x")), (inode(name), inode(&format!("x{name}"))));
+        }
+    }
+}
+
+#[test]
 fn a_file_that_somebody_else_puts_under_the_name_gets_no_content() {
     const NOBODY: u32 = 65_534;
     let lab = Lab::new();
@@ -960,12 +998,16 @@ fn a_key_that_may_only_create_completes_copies_with_links_and_pipes() {
         fs::create_dir(served.join("others")).unwrap();
         symlink("target0", served.join("others/link00")).unwrap();
         symlink("other", served.join("others/link01")).unwrap();
+        mkfifo(&served.join("others/pipe"));
+        // Of another user, who could change it.
+        symlink("target2", served.join("others/link02")).unwrap();
+        std::os::unix::fs::lchown(served.join("others/link02"), Some(65_534), None).unwrap();
         for option in ["-n", "-v"] {
             let out = try_cp(&lab, &to("others", &[option]));
             let text = stderr(&out);
             assert!(out.status.code() == Some(1) && text.contains("link01: there is an entry"), "{text}");
             assert_eq!(text.contains("link00: there is an entry"), rights == "create", "{text}");
-            assert_eq!(text.matches("no right to replace").count(), if rights == "create" { 2 } else { 1 }, "{text}");
+            assert_eq!(text.matches("no right to replace").count(), if rights == "create" { 4 } else { 2 }, "{text}");
         }
         assert_eq!(fs::read_link(served.join("others/link01")).unwrap(), Path::new("other"));
     }

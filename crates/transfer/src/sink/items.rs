@@ -36,10 +36,18 @@ impl Files {
                 (path, early.or_else(|| self.reason(path, meta, |_| None)))
             }
             Record::Symlink { path, target, meta } => {
-                (path, self.reason(path, meta, |_| self.target_reason(path, target)))
+                let differs = |stat: &Stat| self.target_reason(path, target).or_else(|| self.owner_reason(stat));
+                (path, self.reason(path, meta, differs))
             }
             Record::Special { path, meta, rdev } => {
-                let differs = |stat: &Stat| (stat.st_rdev != *rdev).then_some(TYPE_DIFFERS);
+                let differs = |stat: &Stat| {
+                    let may_learn = self.tree.manner.readable || self.tree.manner.replace;
+                    match stat.st_rdev != *rdev {
+                        true => Some(TYPE_DIFFERS),
+                        false if !may_learn => Some(NOT_COMPARED),
+                        false => self.owner_reason(stat),
+                    }
+                };
                 (path, self.reason(path, meta, differs))
             }
             Record::Attributes { path, meta } => (path, self.reason(path, meta, |_| None)),
@@ -138,6 +146,11 @@ impl Files {
             return (meta.xattrs.is_empty() && compared.next().is_none()).then_some(true);
         }
         Some(self.tree.has_extended_attributes(&here, meta))
+    }
+
+    /// Reason to replace an equal link or special file: it is another user's.
+    fn owner_reason(&self, stat: &Stat) -> Option<&'static str> {
+        (!self.tree.may_keep(stat)).then_some(ATTRIBUTES)
     }
 
     fn target_reason(&self, path: &[u8], target: &[u8]) -> Option<&'static str> {

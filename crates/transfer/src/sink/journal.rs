@@ -322,8 +322,7 @@ impl Journal {
         let is_read = file.read_exact_at(&mut first, 0).is_ok();
         match is_read && key_in(&file, job).is_ok_and(|key| first == header(&key)) {
             true => Interruption::Known,
-            // Nothing is made before the first record.
-            false if file.metadata().is_ok_and(|meta| meta.is_file() && meta.len() == 0) => Interruption::None,
+            // An empty one may have lost its records in a power cut.
             false => Interruption::Unknown,
         }
     }

@@ -448,11 +448,19 @@ fn open_journal(root: &Arc<OwnedFd>, job: &[u8; 16]) -> Result<Option<(Journal, 
             Err(e) if e.kind() == ErrorKind::ResourceBusy => {
                 return Err(SessionError::Busy("another process is already running this job".into()));
             }
-            Err(e) if matches!(e.kind(), ErrorKind::PermissionDenied | ErrorKind::ReadOnlyFilesystem) => {
-                tracing::warn!(error = %e, "cannot create the journal: this copy will not be resumable");
+            // Somebody else may have put a link under its name.
+            Err(e)
+                if matches!(e.kind(), ErrorKind::PermissionDenied | ErrorKind::ReadOnlyFilesystem)
+                    || e.raw_os_error() == Some(libc::ELOOP) =>
+            {
+                let name = journal::name_of(job);
+                tracing::warn!(?name, error = %e, "cannot create the journal: this copy will not be resumable");
                 return Ok(None);
             }
-            Err(e) => return Err(LocalError::io("cannot open the journal in the destination", e).into()),
+            Err(e) => {
+                let doing = format!("cannot open the journal {}", journal::name_of(job).to_string_lossy());
+                return Err(LocalError::io(doing, e).into());
+            }
         }
     }
 }

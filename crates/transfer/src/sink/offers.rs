@@ -72,9 +72,15 @@ impl Files {
             ctime: nanoseconds(s.stx_ctime),
             age: (s.stx_mtime.tv_sec, s.stx_mtime.tv_nsec).cmp(&entry.mtime),
         });
+        let update = self.params.options.update;
+        if entry.linked {
+            // Nothing of it is sent, so nothing is promised.
+            let is_newer = update && present.is_some_and(|present| present.age.is_gt());
+            return if is_newer { self.skipped(Answer::Newer) } else { Answer::Send };
+        }
         let temp = temp_name(&place.name, &self.job, &key);
         let look = || find(&temp).filter(|(_, s)| s.stx_nlink == 1).map(|(identity, _)| identity);
-        let decision = self.earlier.judge((&key, &version), present, self.params.options.update, look);
+        let decision = self.earlier.judge((&key, &version), present, update, look);
         match (decision, found) {
             (ResumeDecision::Placed { lacking }, Some(found)) => {
                 self.resumed((&entry.path, &place), key, found, lacking)
@@ -89,9 +95,11 @@ impl Files {
                 if preserve && !self.promise(key, Promise::Attributes { identity, ours: false, changed }) {
                     return Answer::Send;
                 }
-                self.counters.files.fetch_add(1, Ordering::Relaxed);
-                self.counters.skipped.fetch_add(1, Ordering::Relaxed);
-                if preserve { Answer::Attributes } else { Answer::Skip }
+                self.skipped(match (is_newer, preserve) {
+                    (true, _) => Answer::Newer,
+                    (false, true) => Answer::Attributes,
+                    (false, false) => Answer::Skip,
+                })
             }
             (ResumeDecision::CheckInPlace(unfinished), Some(found)) => {
                 match self.read_back(&place, &place.name, &key, &unfinished) {
@@ -131,6 +139,13 @@ impl Files {
             (ResumeDecision::Missing | ResumeDecision::Placed { .. } | ResumeDecision::UpToDate { .. }, _)
             | (ResumeDecision::CheckInPlace(_), None) => Answer::Send,
         }
+    }
+
+    /// Counts a file that `--update` skips.
+    fn skipped(&self, answer: Answer) -> Answer {
+        self.counters.files.fetch_add(1, Ordering::Relaxed);
+        self.counters.skipped.fetch_add(1, Ordering::Relaxed);
+        answer
     }
 
     /// This file was put in place by an earlier attempt; `lacking` if some of its attributes may not be there.

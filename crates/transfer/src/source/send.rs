@@ -106,7 +106,7 @@ impl Walker {
         let size = stat.st_size as u64;
         if size > self.pack_max || has_holes(&file, &stat) {
             // It grew since it was listed, or has holes, which stay holes only in large files.
-            let grown = Candidate { from: c.from.clone(), path: c.path.clone(), stat };
+            let grown = Candidate { from: c.from.clone(), path: c.path.clone(), stat, linked: false };
             return self.send_large(grown, &[]);
         }
         let mut meta = meta_of(&stat);

@@ -72,7 +72,7 @@ pub(super) struct Walker {
     pub(super) next_sequence: u32,
     pub(super) next_file: u64,
     pub(super) open_files: Arc<OpenFiles>,
-    links: HashMap<(u64, u64), Vec<u8>>,
+    links: HashMap<(u64, u64), Option<Vec<u8>>>,
     /// More would have to be remembered than can be.
     links_full: bool,
     /// With several sources: what has been sent, by hash of its path. No source overwrites what another has just made.
@@ -80,6 +80,8 @@ pub(super) struct Walker {
     /// Where the copy goes, if that is on this machine.
     destination: Option<Destination>,
     offers: Offers<Candidate>,
+    /// Files to be offered again, as the first name of theirs.
+    again: Vec<Candidate>,
     /// Pieces of files are sent from the files themselves.
     pub(super) from_files: bool,
     pub(super) ahead: Arc<Ahead>,
@@ -147,6 +149,8 @@ pub(super) struct Candidate {
     pub(super) from: From,
     pub(super) path: Vec<u8>,
     pub(super) stat: Stat,
+    /// It is another name of a file that was offered before.
+    pub(super) linked: bool,
 }
 
 /// Names that stay in a directory, on their way to the sink.
@@ -212,6 +216,7 @@ impl Walker {
             names: None,
             destination,
             offers: Offers::default(),
+            again: Vec::new(),
             from_files,
             ahead,
             payload_size,
@@ -505,11 +510,15 @@ impl Walker {
         if self.params.options.preserve && stat.st_nlink > 1 {
             let key = (stat.st_dev, stat.st_ino);
             if let Some(first) = self.links.get(&key) {
-                let target = first.clone();
+                if self.params.options.update && self.verdicts.is_some() && kind == FileType::RegularFile {
+                    // The file of this name there, or of the first name, may be newer.
+                    return self.offer(Candidate { from: from.clone(), path, stat, linked: true });
+                }
+                let target = first.clone().unwrap_or_default();
                 return self.append(&Record::Link { path, target });
             }
             if self.links.len() < LINKS_MAX {
-                self.links.insert(key, path.clone());
+                self.links.insert(key, Some(path.clone()));
             } else if !std::mem::replace(&mut self.links_full, true) {
                 let why =
                     format!("more than {LINKS_MAX} entries have several names; from here on they become separate");
@@ -522,7 +531,7 @@ impl Walker {
                     self.refuse(&path, "is a file; --size applies only to devices such as /dev/zero");
                     return Ok(());
                 }
-                let candidate = Candidate { from: from.clone(), path, stat };
+                let candidate = Candidate { from: from.clone(), path, stat, linked: false };
                 if self.verdicts.is_none() {
                     return self.send_file(candidate, &[]);
                 }
@@ -546,7 +555,7 @@ impl Walker {
                 Ok(())
             }
             FileType::CharacterDevice if self.params.options.length.is_some() => {
-                self.send_large(Candidate { from: from.clone(), path, stat }, &[])
+                self.send_large(Candidate { from: from.clone(), path, stat, linked: false }, &[])
             }
             FileType::Fifo | FileType::Socket | FileType::CharacterDevice | FileType::BlockDevice
                 if self.params.options.preserve =>
@@ -594,7 +603,12 @@ impl Walker {
         meta.xattrs_partial = true;
     }
 
-    fn offer(&mut self, mut candidate: Candidate) -> Walk {
+    fn offer(&mut self, candidate: Candidate) -> Walk {
+        if !self.push_offer(candidate) { Ok(()) } else { self.settle_offers(offers::AHEAD) }
+    }
+
+    /// Adds an offer. True if a batch was sent for it.
+    fn push_offer(&mut self, mut candidate: Candidate) -> bool {
         // Offers wait for a round trip, and each might be in a directory of its own: descriptors are few.
         if !candidate.from.name.is_empty() {
             candidate.from.dir = None;
@@ -604,13 +618,14 @@ impl Walker {
             size: candidate.stat.st_size as u64,
             mtime: (candidate.stat.st_mtime, candidate.stat.st_mtime_nsec as u32),
             ctime: (candidate.stat.st_ctime, candidate.stat.st_ctime_nsec as u32),
+            linked: candidate.linked,
         };
-        if !self.offers.has_room(&entry) {
+        let is_full = !self.offers.has_room(&entry);
+        if is_full {
             self.send_offer();
-            self.settle_offers(offers::AHEAD)?;
         }
         self.offers.push(entry, candidate);
-        Ok(())
+        is_full
     }
 
     fn send_offer(&mut self) {
@@ -621,10 +636,16 @@ impl Walker {
 
     /// Waits until at most `ahead` offers are without an answer, sending what is wanted.
     fn settle_offers(&mut self, ahead: usize) -> Walk {
-        if ahead == 0 {
-            self.send_offer();
-        }
-        while self.offers.open() > ahead {
+        loop {
+            while let Some(candidate) = self.again.pop() {
+                self.push_offer(candidate);
+            }
+            if ahead == 0 {
+                self.send_offer();
+            }
+            if self.offers.open() <= ahead {
+                return Ok(());
+            }
             // Files already read must not sit in a half-full pack while we wait.
             let answers = loop {
                 self.check_cancel()?;
@@ -643,11 +664,26 @@ impl Walker {
                         let sum = ranges.iter().fold(0u64, |sum, (_, len)| sum.saturating_add(*len));
                         1 + sum.min(candidate.stat.st_size as u64)
                     }
-                    Answer::Send => 0,
+                    Answer::Newer | Answer::Send => 0,
                 };
                 Progress::add(&self.progress.resumed, have);
+                let key = (candidate.stat.st_dev, candidate.stat.st_ino);
                 match answer {
                     Answer::Skip => {}
+                    Answer::Newer if candidate.linked => {}
+                    Answer::Newer => {
+                        // Its other names are no links to it.
+                        if let Some(first) = self.links.get_mut(&key).filter(|f| f.as_ref() == Some(&candidate.path)) {
+                            *first = None;
+                        }
+                    }
+                    _ if candidate.linked => match self.links.get(&key).cloned().flatten() {
+                        Some(target) => self.append(&Record::Link { path: candidate.path, target })?,
+                        None => {
+                            self.links.insert(key, Some(candidate.path.clone()));
+                            self.again.push(Candidate { linked: false, ..candidate });
+                        }
+                    },
                     Answer::Attributes => {
                         let meta = self.meta(&candidate.from, &candidate.path, &candidate.stat);
                         self.append(&Record::Attributes { path: candidate.path, meta })?;
@@ -657,7 +693,6 @@ impl Walker {
                 }
             }
         }
-        Ok(())
     }
 }
 

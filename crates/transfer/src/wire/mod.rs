@@ -356,6 +356,8 @@ pub struct OfferEntry {
     pub mtime: (i64, u32),
     /// Its change time, seconds and nanoseconds.
     pub ctime: (i64, u32),
+    /// Another name of a file that was offered before. Nothing of it is sent: unless the entry there is newer, it becomes a hard link.
+    pub linked: bool,
 }
 
 /// What the sink wants of an offered file.
@@ -365,6 +367,8 @@ pub enum Answer {
     Send,
     /// Nothing: it is there.
     Skip,
+    /// Nothing: the file there is newer (`--update`), and its content may be another.
+    Newer,
     /// Only its attributes: the content is there.
     Attributes,
     /// All but these verified ranges (offset, length), in order, apart.
@@ -652,9 +656,12 @@ mod tests {
             Control::Report(Report { path: b"p".to_vec(), kind: ReportKind::NotListed, message: "m".into() }),
             Control::Offer {
                 batch: 1,
-                entries: vec![OfferEntry { path: b"p".to_vec(), size: 1, mtime: (-1, 5), ctime: (7, 8) }],
+                entries: vec![OfferEntry { path: b"p".to_vec(), size: 1, mtime: (-1, 5), ctime: (7, 8), linked: true }],
             },
-            Control::Verdict { batch: 1, answers: vec![Answer::Send, Answer::Skip, Answer::Except(vec![(0, 5)])] },
+            Control::Verdict {
+                batch: 1,
+                answers: vec![Answer::Send, Answer::Skip, Answer::Newer, Answer::Except(vec![(0, 5)])],
+            },
             Control::FileEnd { file: 1, blocks: 2, status: FileStatus::Failed("gone".into()) },
             Control::Listing { entries: vec![], last: true },
             Control::Abort(AbortCode::Busy, "why".into()),

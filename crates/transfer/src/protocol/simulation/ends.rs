@@ -88,7 +88,7 @@ impl SourceEnd {
         if let Some(answers) = self.verdicts.pop_front() {
             for (file, answer) in self.offers.answered(answers) {
                 match answer {
-                    Answer::Skip | Answer::Attributes => {}
+                    Answer::Skip | Answer::Newer | Answer::Attributes => {}
                     Answer::Send => self.send(file, &[]),
                     Answer::Except(have) => self.send(file, &have),
                 }
@@ -107,6 +107,7 @@ impl SourceEnd {
                 size: content.len() as u64,
                 mtime: (*mtime, 0),
                 ctime: (*mtime, 0),
+                linked: false,
             };
             self.offers.push(entry, file);
             if rng.u64(..3) == 0 || self.walk == self.files.len() {

@@ -263,9 +263,7 @@ impl Tree {
         {
             return Ok(None);
         }
-        // Another owner could change its target later.
-        let is_own = entry.stat.st_uid == rustix::process::geteuid().as_raw();
-        if !(is_own || self.keeps_owner() && self.privileged) {
+        if !self.may_keep(&entry.stat) {
             return Ok(None);
         }
         let is_of_job = self.entries_before.get(&key_of(path)) == Some(&identity.fingerprint());
@@ -289,6 +287,11 @@ impl Tree {
             return Ok(Some(Shortcomings::default()));
         }
         Ok(Some(self.apply_unopened(&place.dir, &place.name, kind, meta)))
+    }
+
+    /// True if an equal link or special file may stay: it is this user's, or its owner is compared. Another owner could change it later.
+    pub(crate) fn may_keep(&self, stat: &Stat) -> bool {
+        stat.st_uid == rustix::process::geteuid().as_raw() || self.keeps_owner() && self.privileged
     }
 
     /// Makes a special file, replacing what is there.
