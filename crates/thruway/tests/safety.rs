@@ -860,6 +860,98 @@ fn newer_files_with_the_names_of_hard_links_are_kept_by_update() {
 }
 
 #[test]
+fn names_of_a_file_do_not_become_links_to_an_entry_that_the_copy_has_not_put_there() {
+    let lab = Lab::new();
+    let source = lab.mkdir("source");
+    write(source.join("z"), "src");
+    for name in ["a", "y"] {
+        fs::hard_link(source.join("z"), source.join(name)).unwrap();
+    }
+    let names = ["a", "y", "z"];
+    // One of these rounds is that of the first name, which fails.
+    for device in names {
+        let copy = lab.mkdir(&format!("copy-{device}"));
+        for name in names {
+            write(copy.join(name), "OLD");
+        }
+        fs::remove_file(copy.join(device)).unwrap();
+        let mknod = Command::new("mknod").arg(copy.join(device)).args(["c", "1", "3"]).status();
+        assert!(mknod.unwrap().success());
+        let out = try_cp(&lab, &args(&[&"-a", &slash(&source), &copy]));
+        assert_eq!(out.status.code(), Some(1), "{}", stderr(&out));
+        let others: Vec<String> =
+            names.iter().filter(|n| **n != device).map(|n| fs::read_to_string(copy.join(n)).unwrap()).collect();
+        assert!(others == ["OLD", "OLD"] || others == ["src", "src"], "{device}: {others:?}");
+    }
+    // Somebody replaces the first name during the copy.
+    fs::write(source.join("big"), noise(12 << 20, 1)).unwrap();
+    let copy = lab.path("replaced");
+    let command = args(&[&"-a", &"--bwlimit", &"4M", &slash(&source), &copy]);
+    let mut child = thruway(lab.dir.path()).args(["cp", "--quiet"]).args(&command).spawn().unwrap();
+    let first = loop {
+        assert!(child.try_wait().unwrap().is_none(), "it ended before the file was replaced");
+        if let Some(first) = names.iter().find(|name| copy.join(name).exists()) {
+            break copy.join(first);
+        }
+        std::thread::sleep(std::time::Duration::from_millis(1));
+    };
+    fs::write(lab.path("other"), "SOMEONE ELSE").unwrap();
+    fs::rename(lab.path("other"), &first).unwrap();
+    assert!(!child.wait().unwrap().success());
+    let found = names.map(|name| fs::read_to_string(copy.join(name)).unwrap_or_default());
+    assert_eq!(found.iter().filter(|content| *content == "SOMEONE ELSE").count(), 1, "{found:?}");
+    // The next run repairs it.
+    cp(&lab, &args(&[&"-a", &slash(&source), &copy]));
+    assert_same(&source, &copy, Compare::Everything);
+}
+
+#[test]
+fn delete_removes_further_names_of_linked_files() {
+    let lab = Lab::new();
+    let (source, copy) = (lab.mkdir("source"), lab.path("copy"));
+    write(source.join("report"), "data");
+    symlink("x", source.join("link")).unwrap();
+    for name in ["report", "link"] {
+        fs::hard_link(source.join(name), source.join(format!("{name}-latest"))).unwrap();
+    }
+    cp(&lab, &args(&[&"-a", &slash(&source), &copy]));
+    for name in ["report", "link"] {
+        fs::rename(source.join(format!("{name}-latest")), source.join(format!("{name}-current"))).unwrap();
+    }
+    let result = cp(&lab, &args(&[&"-au", &"--delete", &slash(&source), &copy]));
+    assert_eq!((&result["deleted"], names(&copy)), (&2.into(), names(&source)));
+    assert_same(&source, &copy, Compare::Everything);
+}
+
+#[test]
+fn a_directory_is_private_until_it_has_the_group_of_the_source() {
+    let lab = Lab::new();
+    let (source, into) = (lab.mkdir("source"), lab.mkdir("into"));
+    fs::create_dir(source.join("d")).unwrap();
+    fs::write(source.join("d/big"), noise(12 << 20, 1)).unwrap();
+    write(source.join("d/small"), "x");
+    for path in ["d", "d/small", "d/big"] {
+        std::os::unix::fs::chown(source.join(path), None, Some(54_321)).unwrap();
+        mode(source.join(path), if path == "d" { 0o750 } else { 0o640 });
+    }
+    std::os::unix::fs::chown(&into, None, Some(54_322)).unwrap();
+    mode(&into, 0o2775);
+    let copy = into.join("new");
+    let command = args(&[&"-a", &"--bwlimit", &"4M", &slash(&source), &copy]);
+    let mut child = thruway(lab.dir.path()).args(["cp", "--quiet"]).args(&command).spawn().unwrap();
+    while !copy.join("d").exists() || names(&copy.join("d")).is_empty() {
+        assert!(child.try_wait().unwrap().is_none(), "it ended too early");
+        std::thread::sleep(std::time::Duration::from_millis(1));
+    }
+    assert_eq!(mode_of(copy.join("d")) & 0o777, 0o700);
+    child.kill().unwrap();
+    child.wait().unwrap();
+    assert_eq!(mode_of(copy.join("d")) & 0o777, 0o700);
+    cp(&lab, &command);
+    assert_same(&source, &copy, Compare::Everything);
+}
+
+#[test]
 fn a_file_that_somebody_else_puts_under_the_name_gets_no_content() {
     const NOBODY: u32 = 65_534;
     let lab = Lab::new();

@@ -165,8 +165,11 @@ impl Tree {
     /// write could not be given extended attributes.
     pub(crate) fn mode_at_creation(&self, meta: &Meta, before: &Before) -> (Mode, bool) {
         let wanted = self.mode(meta);
+        // Until it has its owner and group, the bits of others would give rights to the wrong ones.
+        let is_right = !self.keeps_owner() || wanted & 0o077 == 0;
         // The mode of a file is the most that an inherited access control list gives.
-        let plain = *before == Before::Nothing && wanted & (0o7000 | self.umask) == 0 && meta.xattrs.is_empty();
+        let plain =
+            is_right && *before == Before::Nothing && wanted & (0o7000 | self.umask) == 0 && meta.xattrs.is_empty();
         if plain { (Mode::from_raw_mode(wanted), true) } else { (Mode::from_raw_mode(0o600), false) }
     }
 
@@ -368,10 +371,10 @@ impl Tree {
         short
     }
 
-    /// True for an entry that this session has made, and for any if the source may replace any.
+    /// True for an entry that this job has made. With all rights also for others, if there are too many to know all.
     fn may_change(&self, entry: &Unopened) -> bool {
         let is_made = || Identity::of(entry, c"").is_ok_and(|(identity, stat)| self.is_made((identity, &stat)));
-        self.has_all_rights() || is_made()
+        is_made() || (self.has_all_rights() && self.is_full())
     }
 
     /// Sets when an entry was modified, and looks whether that is kept: there are file systems, in user space above all, that

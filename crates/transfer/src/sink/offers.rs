@@ -91,6 +91,9 @@ impl Files {
                 }
                 // A newer file keeps its attributes, and so does any file without the right to replace it.
                 let preserve = self.params.options.preserve && !is_newer && self.tree.may_replace().is_ok();
+                if !is_newer {
+                    self.tree.remember_linkable(identity, &stat);
+                }
                 let changed = nanoseconds(stat.stx_ctime);
                 if preserve && !self.promise(key, Promise::Attributes { identity, ours: false, changed }) {
                     return Answer::Send;

@@ -110,6 +110,23 @@ impl Tree {
         }
     }
 
+    /// From now on, hard links may be made to this entry, which equals one of the source.
+    pub(crate) fn remember_linkable(&self, identity: Identity, stat: &Statx) {
+        let mut linkable = self.linkable.lock().expect("no panics under the lock");
+        if linkable.len() < OURS_MAX {
+            linkable.insert(identity.hash_on(stat));
+        }
+    }
+
+    /// True for an entry that a hard link of the source may lead to. Entries beyond the limits are not known.
+    fn is_linkable(&self, (identity, stat): (Identity, &Statx)) -> bool {
+        let linkable = self.linkable.lock().expect("no panics under the lock");
+        linkable.len() >= OURS_MAX
+            || linkable.contains(&identity.hash_on(stat))
+            || self.is_full()
+            || self.is_known((identity, stat))
+    }
+
     /// True for an entry that this job has put in place or found as it should be.
     fn is_known(&self, (identity, stat): (Identity, &Statx)) -> bool {
         let is_found = || self.found.lock().expect("no panics under the lock").contains(&identity.hash_on(stat));
@@ -124,6 +141,11 @@ impl Tree {
         // Entries beyond the limit are not in the sets.
         let is_full = |set: &Mutex<HashSet<u64>>| set.lock().expect("no panics under the lock").len() >= OURS_MAX;
         Ok(is_full(&self.ours) || is_full(&self.found) || self.is_known((identity, &stat)))
+    }
+
+    /// True if further entries are not known as those of this job.
+    pub(crate) fn is_full(&self) -> bool {
+        self.ours.lock().expect("no panics under the lock").len() >= OURS_MAX
     }
 
     /// True for an entry that this job has put in place, if it is one of the first [`OURS_MAX`].
@@ -279,6 +301,8 @@ impl Tree {
         } else if entry.stat.st_nlink <= 1 {
             // Other names of a linked entry can be entries of their own at the source. What others have made gives no rights.
             self.remember_found(identity, &stat);
+        } else {
+            self.remember_linkable(identity, &stat);
         }
         // An earlier attempt may not have synced its name and attributes.
         self.change(split(path).0);
@@ -334,6 +358,11 @@ impl Tree {
                 "a hard link to a file that this copy has not put there requires the rights to read and to replace";
             return Err(io::Error::new(io::ErrorKind::PermissionDenied, why));
         }
+        if !self.is_linkable((identity, &before)) {
+            // It failed, or somebody has put another entry there.
+            let why = format!("not linked: {} is not the entry that this copy has put there", crate::escape(target));
+            return Err(io::Error::other(why));
+        }
         if self.manner.named.has(path) && FileType::from_raw_mode(before.stx_mode.into()) == FileType::Symlink {
             // As a link that the source would send under this name.
             return Err(io::Error::new(io::ErrorKind::PermissionDenied, "a source of the command cannot be a link"));
@@ -382,7 +411,8 @@ impl Tree {
         // A regular file that is not the linked one was put here by somebody else in the same moment, and so was an older entry.
         let is_it = |identity, stat: &Statx| {
             let is_file = FileType::from_raw_mode(stat.stx_mode.into()).is_file();
-            linked == Some(identity) || linked.is_none() && !is_file && self.may_be_made((identity, stat), since)
+            linked == Some(identity)
+                || linked.is_none() && !is_file && self.may_be_made(&place.dir, (identity, stat), since)
         };
         let remember = || {
             let (identity, stat) = Identity::of(&place.dir, &place.name).ok()?;

@@ -16,7 +16,7 @@ pub(crate) use names::{JOURNAL_PREFIX, JOURNAL_SUFFIX, OWN_AGE_MAX_S, is_own_nam
 use super::RootNames;
 use super::attributes::{Before, Shortcomings, Told, Trust};
 use super::journal::{Journal, Key, key_of};
-use super::made::{Made, MadeBefore, is_new};
+use super::made::{Made, MadeBefore, is_local, is_new};
 use crate::wire::Meta;
 use durability::Changed;
 use names::is_fresh_own;
@@ -86,6 +86,8 @@ pub(crate) struct Tree {
     ours: Mutex<HashSet<u64>>,
     /// Entries of others that equal those of the source.
     found: Mutex<HashSet<u64>>,
+    /// Further entries that equal those of the source: files that are up to date, and links and special files with several names.
+    linkable: Mutex<HashSet<u64>>,
     pub(super) told: Told,
 }
 
@@ -143,6 +145,7 @@ impl Tree {
             privileged: rustix::process::geteuid().is_root(),
             groups: thruway_fs::credentials::own_groups(),
             found: Mutex::default(),
+            linkable: Mutex::default(),
             volumes: Volumes::default(),
             changed: Mutex::default(),
             early: Mutex::default(),
@@ -306,14 +309,14 @@ impl Tree {
     fn identify(&self, place: &Place, since: i64) -> io::Result<Option<Made>> {
         let (identity, stat) = Identity::of(&place.dir, &place.name)?;
         let is_directory = FileType::from_raw_mode(stat.stx_mode.into()).is_dir();
-        let is_it = is_directory && self.may_be_made((identity, &stat), since);
+        let is_it = is_directory && self.may_be_made(&place.dir, (identity, &stat), since);
         Ok(is_it.then_some(Made::Done(identity.fingerprint())))
     }
 
-    /// True if the entry may count as one that was made since then. With the rights to read and to replace all entries, nothing depends
-    /// on that, and the clock of the file system can differ.
-    fn may_be_made(&self, (identity, stat): (Identity, &Statx), since: i64) -> bool {
-        self.has_all_rights() || is_new(identity, stat, since)
+    /// True if an entry of this directory may count as one that was made since then. If the file system has a clock of its own, any entry
+    /// does for a source with the rights to read and to replace all entries.
+    fn may_be_made(&self, dir: impl AsFd, (identity, stat): (Identity, &Statx), since: i64) -> bool {
+        is_new(identity, stat, since) || (self.has_all_rights() && !is_local(dir))
     }
 
     /// True if the source may read and replace whatever is there.
@@ -419,7 +422,8 @@ impl Tree {
         }
         let place = self.place(path)?;
         let (parent, _) = split(path);
-        let mode = meta.mode & 0o777 | 0o700;
+        // With -p, group bits are for the group of the source, which the directory gets at the end.
+        let mode = if self.manner.preserve { 0o700 } else { meta.mode & 0o777 | 0o700 };
         let new = self.make_in_place(&place, path, Mode::from_raw_mode(mode))?.map(|new| new.made);
         let early = self.early.lock().expect("no panics under the lock").remove(path);
         let before = self.made_before.lock().expect("no panics under the lock").remove(&key_of(path));
@@ -490,11 +494,22 @@ impl Tree {
     pub(crate) fn finish_directory(&self, path: &[u8], meta: &Meta, made: Option<Made>) -> io::Result<Shortcomings> {
         // A peer that may only add leaves existing entries as they are.
         let opened = match made {
-            _ if self.manner.preserve && self.manner.replace => Some(self.open_to_write(path)?),
             Some(made) => self.open_made(path, made)?,
+            None if self.manner.preserve && self.manner.replace => Some(self.open_to_write(path)?),
             None => None,
         };
-        let Some(dir) = opened else { return Ok(Shortcomings::default()) };
+        let dir = match opened {
+            Some(dir) => dir,
+            None if made.is_none() => return Ok(Shortcomings::default()),
+            // Some file systems in user space give their entries new identities.
+            None if self.manner.preserve && self.has_all_rights() && !is_local(&self.root) => {
+                self.open_to_write(path)?
+            }
+            None if self.manner.preserve && self.manner.replace => {
+                return Err(io::Error::other("another directory has its name now; attributes were not set"));
+            }
+            None => return Ok(Shortcomings::default()),
+        };
         self.change(path);
         // The mode that it had is not to come back.
         self.unlocked.lock().expect("no panics under the lock").retain(|unlocked| unlocked.path != path);
@@ -557,7 +572,7 @@ impl Tree {
             Err(e) if e.kind() == io::ErrorKind::PermissionDenied && unlock() => self.open_directory(path),
             other => other,
         };
-        let mut is_writable = None;
+        let (mut is_writable, mut aliases) = (None, None);
         let dir = match opened {
             // Not there, or, in a dry run, still something else.
             Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => return Ok(total),
@@ -585,8 +600,8 @@ impl Tree {
             if keep.contains(bytes) || *name == *own || is_fresh_own(&dir, &name) {
                 continue;
             }
-            // Where two names are one, what came under the other is not in the list, and is here all the same.
-            if self.is_ours(&dir, &name)? {
+            // Where two names are one, an entry that came under the other is not in the list.
+            if self.is_ours(&dir, &name)? && self.may_be_alias(&dir, &name, keep, &mut aliases)? {
                 total.left += 1;
                 continue;
             }
@@ -599,6 +614,29 @@ impl Tree {
             total.left += removed.left;
         }
         Ok(total)
+    }
+
+    /// False if an entry of the job has this name as a further hard link, and not as another form of a name in `keep`. `aliases` has the
+    /// hashes of entries with names in `keep` that the directory lists in another form.
+    fn may_be_alias(
+        &self,
+        dir: &OwnedFd,
+        name: &CStr,
+        keep: &HashSet<Vec<u8>>,
+        aliases: &mut Option<HashSet<u64>>,
+    ) -> io::Result<bool> {
+        let (identity, stat) = Identity::of(dir, name)?;
+        if stat.stx_nlink <= 1 {
+            return Ok(true);
+        }
+        if aliases.is_none() {
+            let listed: HashSet<Vec<u8>> =
+                thruway_fs::listing::names(dir)?.map(|name| Ok(name?.into_bytes())).collect::<io::Result<_>>()?;
+            let unlisted = keep.iter().filter(|name| !listed.contains(*name));
+            let found = unlisted.filter_map(|name| Identity::of(dir, &CString::new(&name[..]).ok()?).ok());
+            *aliases = Some(found.map(|(identity, stat)| identity.hash_on(&stat)).collect());
+        }
+        Ok(aliases.as_ref().is_some_and(|aliases| aliases.contains(&identity.hash_on(&stat))))
     }
 }
 
