@@ -1530,13 +1530,15 @@ fn a_device_or_pipe_at_the_destination_is_not_replaced() {
     write(lab.path("f"), "content");
     let target = lab.mkdir("target");
     assert!(Command::new("mkfifo").arg(target.join("f")).status().unwrap().success());
-    let out = try_cp(&lab, &args(&[&lab.path("f"), &target]));
-    assert_eq!(out.status.code(), Some(1));
-    assert!(stderr(&out).contains("pipe"), "{}", stderr(&out));
+    for option in ["-n", "-v"] {
+        let out = try_cp(&lab, &args(&[&option, &lab.path("f"), &target]));
+        assert_eq!(out.status.code(), Some(1));
+        assert!(stderr(&out).contains("pipe"), "{option}: {}", stderr(&out));
+    }
     fs::remove_file(target.join("f")).unwrap();
     let made = Command::new("mknod").arg(target.join("f")).args(["c", "1", "3"]).status().unwrap();
     assert!(made.success());
-    for option in ["-r", "-rp"] {
+    for option in ["-r", "-rp", "-rn", "-rpn"] {
         let out = try_cp(&lab, &args(&[&option, &lab.path("f"), &target.join("f")]));
         assert_eq!(out.status.code(), Some(1));
         assert!(stderr(&out).contains("device"), "{}", stderr(&out));

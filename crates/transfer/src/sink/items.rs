@@ -57,18 +57,24 @@ impl Files {
         Some((path, reason?))
     }
 
-    /// In a dry run, reports an entry that a copy does not replace: a file in use as a disk, or any without the right to replace.
+    /// In a dry run, reports an entry that a copy does not replace: a file in use as a disk, a device, or any without the right to replace.
     /// False if there is none.
     pub(super) fn would_fail(&self, record: &Record) -> bool {
         // Pieces of a large file, which a dry run sends of devices only, need its beginning.
         let is_large = matches!(record, Record::Begin { .. });
         let Some(path) = record.makes().filter(|_| self.params.options.dry_run && !is_large) else { return false };
         let replaced = |place: Place| {
-            let checked = check_disk(&place.dir, &place.name);
-            checked.and_then(|()| match self.reason_of(record) {
-                Some((_, reason)) if reason != NEW => self.tree.may_replace(),
-                _ => Ok(()),
-            })
+            check_disk(&place.dir, &place.name)?;
+            if self.reason_of(record).is_some_and(|(_, reason)| reason != NEW) {
+                self.tree.may_replace()?;
+            }
+            match rustix::fs::statat(&place.dir, &place.name, AtFlags::SYMLINK_NOFOLLOW) {
+                Ok(there) => {
+                    let is_special = matches!(record, Record::Special { .. });
+                    self.tree.check_special(FileType::from_raw_mode(there.st_mode), is_special)
+                }
+                Err(_) => Ok(()),
+            }
         };
         let Ok(Err(e)) = self.tree.find(path).map(replaced) else { return false };
         self.fail(path, &e);

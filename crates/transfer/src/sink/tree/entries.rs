@@ -165,6 +165,23 @@ impl Tree {
         Err(io::Error::new(io::ErrorKind::AlreadyExists, why))
     }
 
+    /// Refuses to replace a device, pipe or socket by an entry of another type. `special` entries may replace any.
+    ///
+    /// # Errors
+    /// [`io::ErrorKind::AlreadyExists`] with the reason.
+    pub(crate) fn check_special(&self, there: FileType, special: bool) -> io::Result<()> {
+        let why = match there {
+            FileType::BlockDevice | FileType::CharacterDevice if !special => {
+                "destination is a device; thruway does not write into devices"
+            }
+            FileType::Fifo | FileType::Socket if !special && !self.manner.preserve => {
+                "a named pipe or socket is in the way; remove it first (-p replaces it)"
+            }
+            _ => return Ok(()),
+        };
+        Err(io::Error::new(io::ErrorKind::AlreadyExists, why))
+    }
+
     /// Removes what is in the way of an entry of another type. `special` entries may replace devices. `whole`: also a directory with
     /// contents, which can take long.
     pub(super) fn clear_way(&self, place: &Place, stat: &Stat, special: bool, whole: bool) -> io::Result<()> {
@@ -184,13 +201,8 @@ impl Tree {
                 Err(Errno::NOTEMPTY | Errno::EXIST) => refuse(IN_THE_WAY),
                 Err(e) => Err(e.into()),
             },
-            FileType::BlockDevice | FileType::CharacterDevice if !special => {
-                refuse("destination is a device; thruway does not write into devices")
-            }
-            FileType::Fifo | FileType::Socket if !special && !self.manner.preserve => {
-                refuse("a named pipe or socket is in the way; remove it first (-p replaces it)")
-            }
             kind => {
+                self.check_special(kind, special)?;
                 if kind == FileType::Symlink {
                     self.check_link(place)?;
                 }
