@@ -30,8 +30,8 @@ use thruway_transfer::session::{NOT_KEPT, OnReport, PipelineSet, Progress, Sessi
 use thruway_transfer::sink::{self, MadeAfter, Prepared};
 use thruway_transfer::wire::{AbortCode, Direct, ReportKind, SourceSpec, TreeOptions};
 
-/// Most bytes of items that are kept for `--json`.
-const ITEMS_MAX: usize = 1 << 30;
+/// Most bytes of items that are kept for `--json`. The printed object takes several times as much.
+const ITEMS_MAX: usize = 256 << 20;
 
 /// Arguments of `thruway cp`.
 #[derive(Args, Clone)]
@@ -326,11 +326,13 @@ fn copy(args: &CpArgs, common: &Common, sources: &[Given<'_>], target: &Given<'_
     let (itemize, room) = (job.options.itemize, AtomicUsize::new(ITEMS_MAX));
     let on_report: OnReport = Arc::new(move |report| {
         if report.kind == ReportKind::Item {
-            let len = size_of::<Item>() + report.path.len() + report.message.len();
+            let (path, reason) =
+                (thruway_transfer::escape(&report.path), thruway_transfer::escape(report.message.as_bytes()));
+            let len = size_of::<Item>() + path.len() + reason.len();
             let has_room = || {
                 let left = room.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |left| left.checked_sub(len));
                 if left.is_err() && room.swap(0, Ordering::SeqCst) > 0 {
-                    thruway_cli::say_error!("thruway cp: more than 1 GiB of items; the rest of them is left out");
+                    thruway_cli::say_error!("thruway cp: more than 256 MiB of items; the rest of them is left out");
                 }
                 left.is_ok()
             };
@@ -338,8 +340,6 @@ fn copy(args: &CpArgs, common: &Common, sources: &[Given<'_>], target: &Given<'_
             if !itemize || (json && !has_room()) {
                 return;
             }
-            let (path, reason) =
-                (thruway_transfer::escape(&report.path), thruway_transfer::escape(report.message.as_bytes()));
             match json {
                 true => itemized.lock().expect("no panics under the lock").push(Item { path, reason }),
                 false if quiet => {}

@@ -349,7 +349,7 @@ fn items_tell_a_key_without_the_right_to_read_no_names_and_targets() {
         let probe =
             args(&[&"-rn", &"--delete", &"--exclude", &"secret-d*", &"--key", &key, &contents, &daemon.url("e/")]);
         let out = try_cp(&lab, &probe);
-        assert_eq!(stderr(&out).contains("requires the right to read"), !told, "{}", stderr(&out));
+        assert_eq!(stderr(&out).contains("patterns requires the right to read"), !told, "{}", stderr(&out));
         assert_eq!(items.contains("secret"), told, "{items}");
         assert_eq!(items.contains("not compared"), !told, "{items}");
     }

@@ -6,6 +6,11 @@ use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
+/// Most levels of braces in a pattern.
+const DEPTH_MAX: usize = 16;
+/// Most bytes of a pattern.
+const LEN_MAX: usize = 4096;
+
 /// A pattern that cannot be used.
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
@@ -21,6 +26,9 @@ pub enum FilterError {
     /// It has no name: an unset variable of a script.
     #[error("invalid pattern '{0}' (expected a name or a path)")]
     Empty(String),
+    /// The parser calls itself for each level of braces, and would use up the stack.
+    #[error("a pattern has more than {DEPTH_MAX} levels of braces, or more than {LEN_MAX} bytes")]
+    Size,
     /// Too many patterns, or too complicated ones.
     #[error("patterns: {0}")]
     Set(globset::Error),
@@ -43,6 +51,18 @@ impl Patterns {
     fn new(patterns: &[String]) -> Result<Patterns, FilterError> {
         let (mut entries, mut directories) = (GlobSetBuilder::new(), GlobSetBuilder::new());
         for pattern in patterns {
+            let depth = |depth: usize, byte: u8| match byte {
+                b'{' => depth + 1,
+                b'}' => depth.saturating_sub(1),
+                _ => depth,
+            };
+            let depths = pattern.bytes().scan(0, |now, byte| {
+                *now = depth(*now, byte);
+                Some(*now)
+            });
+            if pattern.len() > LEN_MAX || depths.max() > Some(DEPTH_MAX) {
+                return Err(FilterError::Size);
+            }
             let name = pattern.trim_end_matches('/');
             if name.is_empty() {
                 return Err(FilterError::Empty(pattern.clone()));
@@ -87,6 +107,20 @@ impl Filter {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn deep_patterns_are_refused_before_they_are_parsed() {
+        let nested = |depth: usize| format!("{}a{}", "{".repeat(depth), "}".repeat(depth));
+        let options = |exclude: String| TreeOptions { exclude: vec![exclude], ..TreeOptions::default() };
+        assert!(Filter::new(&options(nested(DEPTH_MAX))).is_ok());
+        for pattern in [nested(DEPTH_MAX + 1), nested(2000), "{".repeat(4000), "x".repeat(LEN_MAX + 1)] {
+            // On a stack like that of a session.
+            let made = std::thread::Builder::new().stack_size(512 << 10);
+            let made = made.spawn(move || Filter::new(&options(pattern)).map(drop)).unwrap().join().unwrap();
+            assert!(matches!(made, Err(FilterError::Size)), "{made:?}");
+        }
+        assert!(Filter::new(&options("{a,b}{c,d}".repeat(100))).is_ok_and(|_| true));
+    }
 
     #[test]
     fn names_match_anywhere_and_paths_from_the_source() {

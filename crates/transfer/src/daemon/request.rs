@@ -131,9 +131,9 @@ pub(super) fn open(shared: &Shared, asked: &SessionRequest, principal: &Principa
             }
             let options = &asked.options;
             let has_patterns = !(options.exclude.is_empty() && options.include.is_empty());
-            if options.delete && options.dry_run && has_patterns && !rights.contains(Rights::READ) {
-                // The count would depend on whether names match.
-                return refuse("a dry run of --delete with patterns requires the right to read");
+            if options.delete && has_patterns && !rights.contains(Rights::READ) {
+                // Counts and failures would depend on whether names match.
+                return refuse("--delete with patterns requires the right to read");
             }
             // What one principal leaves unfinished is no other's to go on with.
             let job = principal.job(&asked.job);

@@ -308,16 +308,17 @@ impl Journal {
     /// Looks for the journal of an earlier attempt at the job in `dir`.
     pub(crate) fn look(dir: impl AsFd, job: &[u8; 16]) -> Interruption {
         let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
+        let own = rustix::process::geteuid().as_raw();
+        match rustix::fs::statat(&dir, name_of(job), AtFlags::SYMLINK_NOFOLLOW) {
+            // The name depends on the user, so an entry of another user with this name is not a journal.
+            Ok(stat) if stat.st_uid != own => return Interruption::None,
+            _ => {}
+        }
         let file = match rustix::fs::openat(dir, name_of(job), flags, Mode::empty()) {
             Ok(file) => File::from(file),
             Err(rustix::io::Errno::NOENT) => return Interruption::None,
             Err(_) => return Interruption::Unknown,
         };
-        let own = rustix::process::geteuid().as_raw();
-        if !rustix::fs::fstat(&file).is_ok_and(|stat| stat.st_uid == own) {
-            // The name depends on the user, so a file of another user with this name is not a journal.
-            return Interruption::None;
-        }
         let mut first = [0; RECORD_LEN];
         let is_read = file.read_exact_at(&mut first, 0).is_ok();
         match is_read && key_in(&file, job).is_ok_and(|key| first == header(&key)) {
@@ -503,7 +504,14 @@ fn lock(dir: &OwnedFd, name: &CString) -> io::Result<File> {
     // Without O_NONBLOCK the open of a FIFO would wait for a reader.
     let flags = OFlags::RDWR | OFlags::CREATE | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
     loop {
-        let file = File::from(rustix::fs::openat(dir, name, flags, Mode::from_raw_mode(0o600))?);
+        let file = match rustix::fs::openat(dir, name, flags, Mode::from_raw_mode(0o600)) {
+            // A link, directory or socket.
+            Err(rustix::io::Errno::LOOP | rustix::io::Errno::ISDIR | rustix::io::Errno::NXIO) => {
+                let why = format!("{} exists and is not a Thruway journal; remove it", name.to_string_lossy());
+                return Err(io::Error::new(io::ErrorKind::PermissionDenied, why));
+            }
+            other => File::from(other?),
+        };
         let stat = rustix::fs::fstat(&file)?;
         let ours = rustix::fs::FileType::from_raw_mode(stat.st_mode).is_file()
             && stat.st_uid == rustix::process::geteuid().as_raw()

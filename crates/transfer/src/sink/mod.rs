@@ -448,11 +448,8 @@ fn open_journal(root: &Arc<OwnedFd>, job: &[u8; 16]) -> Result<Option<(Journal, 
             Err(e) if e.kind() == ErrorKind::ResourceBusy => {
                 return Err(SessionError::Busy("another process is already running this job".into()));
             }
-            // Somebody else may have put a link under its name.
-            Err(e)
-                if matches!(e.kind(), ErrorKind::PermissionDenied | ErrorKind::ReadOnlyFilesystem)
-                    || e.raw_os_error() == Some(libc::ELOOP) =>
-            {
+            // Somebody else may have put another entry under its name.
+            Err(e) if matches!(e.kind(), ErrorKind::PermissionDenied | ErrorKind::ReadOnlyFilesystem) => {
                 let name = journal::name_of(job);
                 tracing::warn!(?name, error = %e, "cannot create the journal: this copy will not be resumable");
                 return Ok(None);

@@ -319,10 +319,8 @@ impl Tree {
         // An earlier attempt may not have synced its name and attributes.
         self.change(split(path).0);
         self.changed().many |= self.manner.preserve;
-        if has_attributes || !is_of_job {
-            return Ok(Some(Shortcomings::default()));
-        }
-        Ok(Some(self.apply_unopened(&place.dir, &place.name, kind, meta)))
+        // Without the right to replace, it keeps its attributes: its owner may have changed them since.
+        Ok(Some(Shortcomings::default()))
     }
 
     /// True if an equal link or special file may stay: it is this user's, or its owner is compared. Another owner could change it later.
