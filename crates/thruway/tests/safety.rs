@@ -884,7 +884,9 @@ fn names_of_a_file_do_not_become_links_to_an_entry_that_the_copy_has_not_put_the
         assert!(others == ["OLD", "OLD"] || others == ["src", "src"], "{device}: {others:?}");
     }
     // Somebody replaces the first name during the copy.
-    fs::write(source.join("big"), noise(12 << 20, 1)).unwrap();
+    // In a directory of its own, which is read after these files.
+    fs::create_dir(source.join("sub")).unwrap();
+    fs::write(source.join("sub/big"), noise(12 << 20, 1)).unwrap();
     let copy = lab.path("replaced");
     let command = args(&[&"-a", &"--bwlimit", &"4M", &slash(&source), &copy]);
     let mut child = thruway(lab.dir.path()).args(["cp", "--quiet"]).args(&command).spawn().unwrap();
