@@ -37,15 +37,15 @@ impl Links {
 pub fn open(root: impl AsFd, path: &[u8], flags: OFlags, links: Links) -> rustix::io::Result<OwnedFd> {
     let path = if path.is_empty() { Path::new(".") } else { Path::new(OsStr::from_bytes(path)) };
     let open = || rustix::fs::openat2(root.as_fd(), path, flags | OFlags::CLOEXEC, Mode::empty(), links.flags());
-    let mut opened = open();
-    // A rename elsewhere made the kernel unsure. A path of many links takes milliseconds, so the attempts are few.
+    // A path of many links takes milliseconds, so the attempts are few.
     for _ in 1..ATTEMPTS {
-        if !matches!(opened, Err(rustix::io::Errno::AGAIN)) {
-            break;
+        match open() {
+            // A rename elsewhere made the kernel unsure.
+            Err(rustix::io::Errno::AGAIN) => {}
+            other => return other,
         }
-        opened = open();
     }
-    opened
+    open()
 }
 
 /// The directory part and the last component of a path.

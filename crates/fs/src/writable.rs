@@ -8,7 +8,8 @@ use std::os::fd::{AsFd, AsRawFd};
 /// Makes a directory of this user readable and writable for its owner, and returns the mode that it had. The descriptor may be opened as
 /// a path.
 ///
-/// `None` if the directory was so before, if it belongs to another user, or if the change fails. Also for a set-group-id bit of a foreign group, which the kernel would drop.
+/// `None` if the directory was so before, if it belongs to another user, or if the change fails. Also for a set-group-id bit of a
+/// foreign group, which the kernel would drop.
 pub fn unlock(dir: impl AsFd) -> Option<u32> {
     let stat = rustix::fs::fstat(&dir).ok()?;
     let mode = stat.st_mode & 0o7777;

@@ -196,8 +196,8 @@ pub fn has(fd: BorrowedFd<'_>, attribute: &[u8], value: &[u8]) -> bool {
     rustix::fs::getxattr(path_of(fd, c""), &attribute, present.as_mut_slice()).is_ok_and(|len| present[..len] == *value)
 }
 
-/// Gives an open file the access control list of another one, both perhaps opened as paths; if that has none, its permission bits `mode` replace a
-/// list that the file has inherited.
+/// Gives an open file the access control list of another one. If that has none, its permission bits `mode` replace a list that the file
+/// has inherited. Both may be opened as paths.
 ///
 /// # Errors
 /// If the list cannot be set. The file then has the one that it had.

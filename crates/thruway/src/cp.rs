@@ -883,31 +883,36 @@ fn pull(
     }
     let slash = target.as_os_str().as_bytes().ends_with(b"/");
     let contents = specs.iter().any(|s| s.name.is_empty());
-    let (mut made, mut note) = (None, None);
-    let (root, rename) = if target == Path::new("/dev/null") {
-        (None, None)
+    let LocalRoot { root, rename, made, note } = if target == Path::new("/dev/null") {
+        LocalRoot::default()
     } else {
         let into = slash || contents || specs.len() > 1;
-        let (root, rename) =
-            local_root(args, target, into, &job_id(args, sources, given, &export), (&mut made, &mut note))?;
-        (root.map(Arc::new), rename)
+        local_root(args, target, into, &job_id(args, sources, given, &export))?
     };
-    let renamed = rename.is_some();
+    let (root, renamed) = (root.map(Arc::new), rename.is_some());
     if let (Some(name), [spec]) = (rename, specs.as_mut_slice()) {
         spec.name = name;
     }
     Ok(Job { export, sources: specs, renamed, made, note, ..args.job(remote, Local::Directory(root))? })
 }
 
-/// The directory to receive into, and the name a single source gets instead of its own. A directory that does not
-/// exist is an empty one to a dry run. Sets `made` if the directory is made, and `note` to a report about it.
-fn local_root(
-    args: &CpArgs,
-    target: &Path,
-    into_directory: bool,
-    job: &[u8; 16],
-    (made, note): (&mut Option<MadeAfter>, &mut Option<String>),
-) -> Result<(Option<OwnedFd>, Option<Vec<u8>>), String> {
+/// The directory to receive into.
+#[derive(Default)]
+struct LocalRoot {
+    /// `None` discards everything.
+    root: Option<OwnedFd>,
+    /// The name that a single source gets instead of its own.
+    rename: Option<Vec<u8>>,
+    /// The directory was made for this copy.
+    made: Option<MadeAfter>,
+    /// Report about the directory.
+    note: Option<String>,
+}
+
+/// Opens the directory to receive into, or makes it. A directory that does not exist is an empty one to a dry run.
+fn local_root(args: &CpArgs, target: &Path, into_directory: bool, job: &[u8; 16]) -> Result<LocalRoot, String> {
+    let received = |root| LocalRoot { root: Some(root), ..LocalRoot::default() };
+    let renamed = |root, name: &OsStr| LocalRoot { rename: Some(name.as_bytes().to_vec()), ..received(root) };
     let failed = |path: &Path, e: std::io::Error| format!("{}: {e}", path.display());
     let open = |path: &Path| {
         rustix::fs::open(path, OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())
@@ -918,33 +923,30 @@ fn local_root(
         // A directory that an interrupted attempt made is not one that was there before.
         if let (false, Some(name), Ok(above)) = (into_directory, target.file_name(), open(parent)) {
             if Prepared::was_interrupted(&above, job, name.as_bytes()).map_err(|e| failed(target, e))? {
-                return Ok((Some(above), Some(name.as_bytes().to_vec())));
+                return Ok(renamed(above, name));
             }
             let dir = open(target)?;
-            *note = sink::leftovers::possible_maker(&above, &dir, name.as_bytes());
-            return Ok((Some(dir), None));
+            let note = sink::leftovers::possible_maker(&above, &dir, name.as_bytes());
+            return Ok(LocalRoot { note, ..received(dir) });
         }
-        return Ok((Some(open(target)?), None));
+        return Ok(received(open(target)?));
     }
     if into_directory && args.dry_run {
         // The copy itself would create it in the directory above.
         open(parent)?;
-        return Ok((Some(sink::nowhere().map_err(|e| e.to_string())?), None));
+        return Ok(received(sink::nowhere().map_err(|e| e.to_string())?));
     }
     if into_directory {
-        let Some(name) = target.file_name() else { return Ok((Some(open(target)?), None)) };
+        let Some(name) = target.file_name() else { return Ok(received(open(target)?)) };
         let above = open(parent)?;
         return match sink::make_destination(&above, name.as_bytes()).map_err(|e| failed(target, e))? {
-            Some((dir, after)) => {
-                *made = Some(after);
-                Ok((Some(dir), None))
-            }
+            Some((dir, after)) => Ok(LocalRoot { made: Some(after), ..received(dir) }),
             // Another copy has made it.
-            None => Ok((Some(open(target)?), None)),
+            None => Ok(received(open(target)?)),
         };
     }
     let name = target.file_name().ok_or_else(|| format!("{}: not a name for a file", target.display()))?;
-    Ok((Some(open(parent)?), Some(name.as_bytes().to_vec())))
+    Ok(renamed(open(parent)?, name))
 }
 
 fn report(args: &CpArgs, common: &Common, done: &Done, seconds: f64) {

@@ -26,7 +26,7 @@ pub enum FilterError {
     /// It has no name: an unset variable of a script.
     #[error("invalid pattern '{0}' (expected a name or a path)")]
     Empty(String),
-    /// The parser calls itself for each level of braces, and would use up the stack.
+    /// Too long, or nested too deeply: the parser calls itself for each level of braces, and could use up the stack.
     #[error("a pattern has more than {DEPTH_MAX} levels of braces, or more than {LEN_MAX} bytes")]
     Size,
     /// Too many patterns, or too complicated ones.
@@ -51,16 +51,7 @@ impl Patterns {
     fn new(patterns: &[String]) -> Result<Patterns, FilterError> {
         let (mut entries, mut directories) = (GlobSetBuilder::new(), GlobSetBuilder::new());
         for pattern in patterns {
-            let depth = |depth: usize, byte: u8| match byte {
-                b'{' => depth + 1,
-                b'}' => depth.saturating_sub(1),
-                _ => depth,
-            };
-            let depths = pattern.bytes().scan(0, |now, byte| {
-                *now = depth(*now, byte);
-                Some(*now)
-            });
-            if pattern.len() > LEN_MAX || depths.max() > Some(DEPTH_MAX) {
+            if pattern.len() > LEN_MAX || depth(pattern) > DEPTH_MAX {
                 return Err(FilterError::Size);
             }
             let name = pattern.trim_end_matches('/');
@@ -85,6 +76,20 @@ impl Patterns {
     fn matches(&self, path: &Path, is_dir: &dyn Fn() -> bool) -> bool {
         self.entries.is_match(path) || (self.directories.is_match(path) && is_dir())
     }
+}
+
+/// Levels of braces in a pattern, or more: braces may be quoted.
+fn depth(pattern: &str) -> usize {
+    let (mut now, mut most) = (0usize, 0);
+    for byte in pattern.bytes() {
+        match byte {
+            b'{' => now += 1,
+            b'}' => now = now.saturating_sub(1),
+            _ => {}
+        }
+        most = most.max(now);
+    }
+    most
 }
 
 impl Filter {
@@ -119,7 +124,7 @@ mod tests {
             let made = made.spawn(move || Filter::new(&options(pattern)).map(drop)).unwrap().join().unwrap();
             assert!(matches!(made, Err(FilterError::Size)), "{made:?}");
         }
-        assert!(Filter::new(&options("{a,b}{c,d}".repeat(100))).is_ok_and(|_| true));
+        assert!(Filter::new(&options("{a,b}{c,d}".repeat(100))).is_ok());
     }
 
     #[test]

@@ -373,8 +373,8 @@ impl Tree {
 
     /// True for an entry that this job has made. With all rights also for others, if there are too many to know all.
     fn may_change(&self, entry: &Unopened) -> bool {
-        let is_made = || Identity::of(entry, c"").is_ok_and(|(identity, stat)| self.is_made((identity, &stat)));
-        is_made() || (self.has_all_rights() && self.is_full())
+        let is_made = || Identity::of(entry, c"").is_ok_and(|(identity, stat)| self.is_made(identity, &stat));
+        is_made() || (self.has_all_rights() && self.may_forget())
     }
 
     /// Sets when an entry was modified, and looks whether that is kept: there are file systems, in user space above all, that

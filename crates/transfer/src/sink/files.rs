@@ -599,6 +599,11 @@ impl Files {
         meta: Meta,
         resumed: Option<Identity>,
     ) -> io::Result<LargeFile> {
+        // A file that somebody puts under its name from now on does not give it permissions.
+        let before = match self.params.options.preserve {
+            true => Before::Inherited,
+            false => self.tree.inherited_as(name, dir.as_fd(), &self.tree.inherited(dir.as_fd())?),
+        };
         let temp = temp_name(name, &self.job, &key);
         let mut flags = OFlags::RDWR | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
         if resumed.is_none() {
@@ -610,11 +615,6 @@ impl Files {
         let open = || rustix::fs::openat(dir, &temp, flags, Mode::from_raw_mode(0o600));
         let file = File::from(self.tree.writing(parent, open)?);
         let (identity, stat) = Identity::of(&file, c"")?;
-        // A file that somebody puts under its name from now on does not give it permissions.
-        let before = match self.params.options.preserve {
-            true => Before::Inherited,
-            false => self.tree.inherited_as(name, dir.as_fd(), &self.tree.inherited(dir.as_fd())?),
-        };
         let version = version_of(&meta);
         if let Some(resumed) = resumed {
             // The file that was read back, and no other that has come by its name since, or that has a second name.
@@ -952,10 +952,12 @@ fn remove_leftover(dir: impl AsFd, temp: &CStr) -> io::Result<()> {
     }
 }
 
+/// File systems on disks of this host.
+pub(super) const DISKS: [FsWord; 4] =
+    [libc::EXT4_SUPER_MAGIC, libc::XFS_SUPER_MAGIC, libc::BTRFS_SUPER_MAGIC, libc::F2FS_SUPER_MAGIC];
+
 /// Whether a file is on a file system on which direct writes pay.
 fn is_disk(file: &File) -> bool {
-    const DISKS: [FsWord; 4] =
-        [libc::EXT4_SUPER_MAGIC, libc::XFS_SUPER_MAGIC, libc::BTRFS_SUPER_MAGIC, libc::F2FS_SUPER_MAGIC];
     let kind = rustix::fs::fstatfs(file).map(|s| s.f_type);
     kind.is_ok_and(|kind| DISKS.contains(&kind))
 }

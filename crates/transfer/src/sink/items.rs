@@ -65,8 +65,9 @@ impl Files {
         let Some(path) = record.makes().filter(|_| self.params.options.dry_run && !is_large) else { return false };
         let replaced = |place: Place| {
             check_disk(&place.dir, &place.name)?;
-            if self.reason_of(record).is_some_and(|(_, reason)| reason != NEW) {
-                self.tree.may_replace()?;
+            let may_replace = self.tree.may_replace();
+            if may_replace.is_err() && self.reason_of(record).is_some_and(|(_, reason)| reason != NEW) {
+                return may_replace;
             }
             match rustix::fs::statat(&place.dir, &place.name, AtFlags::SYMLINK_NOFOLLOW) {
                 Ok(there) => {

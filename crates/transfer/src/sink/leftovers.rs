@@ -261,7 +261,8 @@ pub(super) fn survey(root: &OwnedFd, own: &[u8; 16]) -> Option<String> {
 }
 
 /// Reports the journal of an interrupted copy that may have made the directory `dir`, an entry `name` of `above`: it is not much older
-/// than the directory. Another user, or another spelling of a host, has another journal. Best effort: ignores errors, and examines a limited number of names.
+/// than the directory. Another user, or another spelling of a host, has another journal. Best effort: ignores errors, and examines a
+/// limited number of names.
 pub fn possible_maker(above: impl AsFd, dir: impl AsFd, name: &[u8]) -> Option<String> {
     let born = |dir: &dyn AsFd, name: &CStr| {
         let stat =

@@ -1,7 +1,8 @@
 //! Entries that a job has made, and how it recognises them: somebody else may have made another one under the same path since.
 
+use super::files::DISKS;
 use super::journal::Key;
-use rustix::fs::{FsWord, Mode, OFlags, Statx};
+use rustix::fs::{Mode, OFlags, Statx};
 use rustix::io::Errno;
 use std::collections::HashMap;
 use std::io;
@@ -74,16 +75,9 @@ pub(crate) struct MadeBefore {
     pub(crate) entries: HashMap<Key, u64>,
 }
 
-/// True for a file system of this host, whose times come from the clock of [`Made::now`], and whose entries keep their identities.
+/// True for a file system of this host: its times come from the clock of [`Made::now`], and its entries keep their identities.
 pub(crate) fn is_local(dir: impl AsFd) -> bool {
-    const LOCAL: [FsWord; 5] = [
-        libc::EXT4_SUPER_MAGIC,
-        libc::XFS_SUPER_MAGIC,
-        libc::BTRFS_SUPER_MAGIC,
-        libc::F2FS_SUPER_MAGIC,
-        libc::TMPFS_MAGIC,
-    ];
-    rustix::fs::fstatfs(dir).is_ok_and(|found| LOCAL.contains(&found.f_type))
+    rustix::fs::fstatfs(dir).is_ok_and(|found| found.f_type == libc::TMPFS_MAGIC || DISKS.contains(&found.f_type))
 }
 
 /// True for an entry of this user that was born at this time of [`Made::now`] or later. A name can come to mean an older entry as soon

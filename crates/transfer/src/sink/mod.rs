@@ -127,8 +127,8 @@ impl RootNames {
         self.names.as_deref().filter(|_| self.only)
     }
 
-    /// True if the path is that of an entry which the command has named for certain.
-    fn has(&self, path: &[u8]) -> bool {
+    /// True if the path is that of a source of the command. False if the sources are not known.
+    fn is_source(&self, path: &[u8]) -> bool {
         self.allowed().is_some_and(|names| !path.is_empty() && names.iter().any(|one| one == path))
     }
 

@@ -8,21 +8,17 @@ use crate::sink::made::Made;
 use crate::wire::Meta;
 use rustix::fs::{AtFlags, FileType, Mode, OFlags, RenameFlags, ResolveFlags, Stat, Statx};
 use rustix::io::Errno;
-use std::collections::HashSet;
 use std::ffi::{CStr, CString};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex};
 use thruway_fs::beneath::{self, Links, split};
 use thruway_fs::identity::nanoseconds;
 use thruway_fs::{Identity, disk_lock};
 
 /// Reason to refuse an entry in place of a directory.
 pub(crate) const IN_THE_WAY: &str = "a directory with contents is in the way (--delete without --exclude removes it)";
-
-/// Entries of a session that are known as its own; of later ones it is not noticed that two names are one here.
-const OURS_MAX: usize = 8 << 20;
 
 /// Refuses a destination that is a symbolic link to a device, pipe or socket, or to an open file of a process
 /// (`/dev/stdout`): a copy replaces the link and would write nothing to its target. With `confined`, links are resolved
@@ -96,41 +92,23 @@ impl Tree {
 
     /// From now on, the entry is known as one that this job has put in place.
     pub(crate) fn remember_identity(&self, identity: Identity, stat: &Statx) {
-        let mut ours = self.ours.lock().expect("no panics under the lock");
-        if ours.len() < OURS_MAX {
-            ours.insert(identity.hash_on(stat));
-        }
-    }
-
-    /// From now on, the entry is known as one that equals one of the source. Gives the source no rights to it.
-    fn remember_found(&self, identity: Identity, stat: &Statx) {
-        let mut found = self.found.lock().expect("no panics under the lock");
-        if found.len() < OURS_MAX {
-            found.insert(identity.hash_on(stat));
-        }
+        self.ours.insert(identity, stat);
     }
 
     /// From now on, hard links may be made to this entry, which equals one of the source.
     pub(crate) fn remember_linkable(&self, identity: Identity, stat: &Statx) {
-        let mut linkable = self.linkable.lock().expect("no panics under the lock");
-        if linkable.len() < OURS_MAX {
-            linkable.insert(identity.hash_on(stat));
-        }
+        self.linkable.insert(identity, stat);
     }
 
-    /// True for an entry that a hard link of the source may lead to. Entries beyond the limits are not known.
-    fn is_linkable(&self, (identity, stat): (Identity, &Statx)) -> bool {
-        let linkable = self.linkable.lock().expect("no panics under the lock");
-        linkable.len() >= OURS_MAX
-            || linkable.contains(&identity.hash_on(stat))
-            || self.is_full()
-            || self.is_known((identity, stat))
+    /// True for an entry that a hard link of the source may lead to.
+    fn is_linkable(&self, identity: Identity, stat: &Statx) -> bool {
+        let is_full = self.ours.is_full() || self.linkable.is_full();
+        is_full || self.linkable.contains(identity, stat) || self.is_known(identity, stat)
     }
 
-    /// True for an entry that this job has put in place or found as it should be.
-    fn is_known(&self, (identity, stat): (Identity, &Statx)) -> bool {
-        let is_found = || self.found.lock().expect("no panics under the lock").contains(&identity.hash_on(stat));
-        self.is_made((identity, stat)) || is_found()
+    /// True for an entry that this job has put in place, or found equal to one of the source.
+    fn is_known(&self, identity: Identity, stat: &Statx) -> bool {
+        self.ours.contains(identity, stat) || self.found.contains(identity, stat)
     }
 
     pub(super) fn is_ours(&self, dir: impl AsFd, name: &CStr) -> io::Result<bool> {
@@ -138,26 +116,24 @@ impl Tree {
             Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(false),
             other => other?,
         };
-        // Entries beyond the limit are not in the sets.
-        let is_full = |set: &Mutex<HashSet<u64>>| set.lock().expect("no panics under the lock").len() >= OURS_MAX;
-        Ok(is_full(&self.ours) || is_full(&self.found) || self.is_known((identity, &stat)))
+        Ok(self.ours.is_full() || self.found.is_full() || self.is_known(identity, &stat))
     }
 
-    /// True if further entries are not known as those of this job.
-    pub(crate) fn is_full(&self) -> bool {
-        self.ours.lock().expect("no panics under the lock").len() >= OURS_MAX
+    /// True if there are so many entries of this job that not all of them are known.
+    pub(crate) fn may_forget(&self) -> bool {
+        self.ours.is_full()
     }
 
-    /// True for an entry that this job has put in place, if it is one of the first [`OURS_MAX`].
-    pub(crate) fn is_made(&self, (identity, stat): (Identity, &Statx)) -> bool {
-        self.ours.lock().expect("no panics under the lock").contains(&identity.hash_on(stat))
+    /// True for an entry that this job has put in place, unless there are too many.
+    pub(crate) fn is_made(&self, identity: Identity, stat: &Statx) -> bool {
+        self.ours.contains(identity, stat)
     }
 
     /// Whether what has this name may make way: not if it came with this very copy, under a name that is
     /// another one to the source and the same to this file system.
     pub(super) fn is_of_this_copy(&self, place: &Place) -> io::Result<()> {
         let (identity, stat) = Identity::of(&place.dir, &place.name)?;
-        if !self.is_known((identity, &stat)) {
+        if !self.is_known(identity, &stat) {
             return Ok(());
         }
         let why = "another entry of this copy has this name here (a file system may take names that differ in case \
@@ -272,8 +248,8 @@ impl Tree {
         let is_equal = |entry: &Unopened| {
             rustix::fs::readlinkat(entry, c"", Vec::new()).is_ok_and(|here| here.as_bytes() == target.as_bytes())
         };
-        if let Some(short) = self.keep_equal(path, &place, meta, is_equal)? {
-            return Ok(short);
+        if self.keep_equal(path, &place, meta, is_equal)? {
+            return Ok(Shortcomings::default());
         }
         self.replace(path, &place, (false, None), |dir, name| rustix::fs::symlinkat(&target, dir, name))?;
         // They come after its name, and it cannot be synced itself.
@@ -281,46 +257,39 @@ impl Tree {
         Ok(self.apply_unopened(&place.dir, &place.name, FileType::Symlink, meta))
     }
 
-    /// Leaves a link or special file as it is if it equals the one of the record. `None` if it differs, in attributes too unless
-    /// the source has no right to replace it, or if the source has no right to learn that.
+    /// True if a link or special file stays because it equals the one of the record. Its attributes count if the source has the right to
+    /// replace it. False as well if the source has no right to learn that.
     fn keep_equal(
         &self,
         path: &[u8],
         place: &Place,
         meta: &Meta,
         is_equal: impl FnOnce(&Unopened) -> bool,
-    ) -> io::Result<Option<Shortcomings>> {
-        let Ok(entry) = Unopened::look(&place.dir, &place.name) else { return Ok(None) };
-        let kind = FileType::from_raw_mode(meta.mode);
+    ) -> io::Result<bool> {
+        let Ok(entry) = Unopened::look(&place.dir, &place.name) else { return Ok(false) };
         let (identity, stat) = Identity::of(&entry, c"")?;
-        if FileType::from_raw_mode(entry.stat.st_mode) != kind || self.is_known((identity, &stat)) || !is_equal(&entry)
-        {
-            return Ok(None);
-        }
-        if !self.may_keep(&entry.stat) {
-            return Ok(None);
-        }
         let is_of_job = self.entries_before.get(&key_of(path)) == Some(&identity.fingerprint());
-        if !(is_of_job || self.manner.readable || self.manner.replace) {
-            return Ok(None);
+        let has_attributes = || !self.manner.preserve || self.has_attributes(entry.as_fd(), meta);
+        let stays = FileType::from_raw_mode(entry.stat.st_mode) == FileType::from_raw_mode(meta.mode)
+            && !self.is_known(identity, &stat)
+            && self.may_keep(&entry.stat)
+            && (is_of_job || self.manner.readable || self.manner.replace)
+            && is_equal(&entry)
+            && (!self.manner.replace || has_attributes());
+        if !stays {
+            return Ok(false);
         }
-        let has_attributes = !self.manner.preserve || self.has_attributes(entry.as_fd(), meta);
-        if !has_attributes && self.manner.replace {
-            return Ok(None);
-        }
-        if is_of_job {
-            self.remember_identity(identity, &stat);
-        } else if entry.stat.st_nlink <= 1 {
-            // Other names of a linked entry can be entries of their own at the source. What others have made gives no rights.
-            self.remember_found(identity, &stat);
-        } else {
-            self.remember_linkable(identity, &stat);
+        match (is_of_job, entry.stat.st_nlink) {
+            (true, _) => self.remember_identity(identity, &stat),
+            // Entries of others give no rights.
+            (false, ..=1) => self.found.insert(identity, &stat),
+            // Its other names can be entries of their own at the source.
+            (false, _) => self.remember_linkable(identity, &stat),
         }
         // An earlier attempt may not have synced its name and attributes.
         self.change(split(path).0);
         self.changed().many |= self.manner.preserve;
-        // Without the right to replace, it keeps its attributes: its owner may have changed them since.
-        Ok(Some(Shortcomings::default()))
+        Ok(true)
     }
 
     /// True if an equal link or special file may stay: it is this user's, or its owner is compared. Another owner could change it later.
@@ -341,8 +310,8 @@ impl Tree {
         let place = self.place(path)?;
         let is_device = matches!(kind, FileType::CharacterDevice | FileType::BlockDevice);
         let is_equal = |entry: &Unopened| !is_device || entry.stat.st_rdev == rdev;
-        if let Some(short) = self.keep_equal(path, &place, meta, is_equal)? {
-            return Ok(short);
+        if self.keep_equal(path, &place, meta, is_equal)? {
+            return Ok(Shortcomings::default());
         }
         // With -p, it gets its mode after an inherited access control list is removed.
         let mode = Mode::from_raw_mode(if self.manner.preserve { 0o600 } else { self.mode(meta) & 0o777 });
@@ -363,17 +332,17 @@ impl Tree {
         {
             return Ok(());
         }
-        if !(self.manner.replace && self.manner.readable || self.is_made((identity, &before))) {
+        if !(self.manner.replace && self.manner.readable || self.is_made(identity, &before)) {
             let why =
                 "a hard link to a file that this copy has not put there requires the rights to read and to replace";
             return Err(io::Error::new(io::ErrorKind::PermissionDenied, why));
         }
-        if !self.is_linkable((identity, &before)) {
+        if !self.is_linkable(identity, &before) {
             // It failed, or somebody has put another entry there.
             let why = format!("not linked: {} is not the entry that this copy has put there", crate::escape(target));
             return Err(io::Error::other(why));
         }
-        if self.manner.named.has(path) && FileType::from_raw_mode(before.stx_mode.into()) == FileType::Symlink {
+        if self.manner.named.is_source(path) && FileType::from_raw_mode(before.stx_mode.into()) == FileType::Symlink {
             // As a link that the source would send under this name.
             return Err(io::Error::new(io::ErrorKind::PermissionDenied, "a source of the command cannot be a link"));
         }

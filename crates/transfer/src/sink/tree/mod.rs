@@ -7,6 +7,7 @@
 mod clearing;
 mod durability;
 mod entries;
+mod identities;
 mod names;
 
 pub(crate) use clearing::{Clearing, ClearingTurn, Clearings};
@@ -19,6 +20,7 @@ use super::journal::{Journal, Key, key_of};
 use super::made::{Made, MadeBefore, is_local, is_new};
 use crate::wire::Meta;
 use durability::Changed;
+use identities::Identities;
 use names::is_fresh_own;
 use rustix::fs::{Access, AtFlags, FileType, Mode, OFlags, Statx};
 use rustix::io::Errno;
@@ -82,12 +84,12 @@ pub(crate) struct Tree {
     replacing: Mutex<()>,
     /// Directories made writable for the time of the copy.
     unlocked: Mutex<Vec<Unlocked>>,
-    /// Entries that this job has put in place, by hash of identity.
-    ours: Mutex<HashSet<u64>>,
+    /// Entries that this job has put in place.
+    ours: Identities,
     /// Entries of others that equal those of the source.
-    found: Mutex<HashSet<u64>>,
+    found: Identities,
     /// Further entries that equal those of the source: files that are up to date, and links and special files with several names.
-    linkable: Mutex<HashSet<u64>>,
+    linkable: Identities,
     pub(super) told: Told,
 }
 
@@ -144,8 +146,8 @@ impl Tree {
             umask: current_umask(),
             privileged: rustix::process::geteuid().is_root(),
             groups: thruway_fs::credentials::own_groups(),
-            found: Mutex::default(),
-            linkable: Mutex::default(),
+            found: Identities::default(),
+            linkable: Identities::default(),
             volumes: Volumes::default(),
             changed: Mutex::default(),
             early: Mutex::default(),
@@ -157,7 +159,7 @@ impl Tree {
             over: Arc::default(),
             replacing: Mutex::default(),
             unlocked: Mutex::default(),
-            ours: Mutex::default(),
+            ours: Identities::default(),
             told: Told::default(),
         }
     }
@@ -372,9 +374,11 @@ impl Tree {
 
     /// As [`Tree::unlock`], if `may` is true. Its argument is true for a directory that the job has made.
     fn unlock_if(&self, path: &[u8], may: impl Fn(bool) -> bool) -> bool {
-        // Root needs no permissions.
+        if self.privileged {
+            return false;
+        }
         let opened = beneath::open(&self.root, path, OFlags::PATH | OFlags::DIRECTORY, Links::Never);
-        let Some(dir) = opened.ok().filter(|_| !self.privileged) else { return false };
+        let Ok(dir) = opened else { return false };
         let Ok((identity, stat)) = Identity::of(&dir, c"") else { return false };
         let made = self.made_before.lock().expect("no panics under the lock").get(&key_of(path)).copied();
         if !may(made.is_some_and(|made| made.is(identity, &stat, self.has_all_rights()))) {
@@ -493,22 +497,14 @@ impl Tree {
     /// Applies a directory's attributes, when nothing more is put into it. `made` if the job made it.
     pub(crate) fn finish_directory(&self, path: &[u8], meta: &Meta, made: Option<Made>) -> io::Result<Shortcomings> {
         // A peer that may only add leaves existing entries as they are.
-        let opened = match made {
-            Some(made) => self.open_made(path, made)?,
-            None if self.manner.preserve && self.manner.replace => Some(self.open_to_write(path)?),
-            None => None,
-        };
-        let dir = match opened {
+        let may_change = self.manner.preserve && self.manner.replace;
+        let made_dir = made.map(|made| self.open_made(path, made)).transpose()?.flatten();
+        let dir = match made_dir {
             Some(dir) => dir,
-            None if made.is_none() => return Ok(Shortcomings::default()),
+            None if !may_change => return Ok(Shortcomings::default()),
             // Some file systems in user space give their entries new identities.
-            None if self.manner.preserve && self.has_all_rights() && !is_local(&self.root) => {
-                self.open_to_write(path)?
-            }
-            None if self.manner.preserve && self.manner.replace => {
-                return Err(io::Error::other("another directory has its name now; attributes were not set"));
-            }
-            None => return Ok(Shortcomings::default()),
+            None if made.is_none() || (self.has_all_rights() && !is_local(&self.root)) => self.open_to_write(path)?,
+            None => return Err(io::Error::other("another directory has its name now; attributes were not set")),
         };
         self.change(path);
         // The mode that it had is not to come back.
