@@ -2,8 +2,8 @@
 //!
 //! Iterative, with the same number of descriptors at any depth: the way up is `..`, compared with the directory of the way down.
 //! Follows no links and stays in the file system. Files in use as disks and directories of other file systems stay, and are
-//! failures. Entries that [`Remover::spares`] selects stay, too. Directories of this user below the entry are made writable; those that
-//! stay get their mode back.
+//! failures. Entries that [`Remover::spares`] selects stay, too. Directories of this user are made writable if
+//! [`Remover::may_unlock`] is set; those that stay get their mode back.
 
 use crate::disk_lock;
 use crate::listing::{self, BUFFER_LEN};
@@ -44,6 +44,8 @@ pub struct Remover<'a> {
     pub spares: &'a Spares<'a>,
     /// Count, remove nothing.
     pub dry_run: bool,
+    /// Make directories of this user readable and writable where that is needed.
+    pub may_unlock: bool,
     /// Set to stop.
     pub is_over: &'a AtomicBool,
     /// Called with the path of each removed entry; in a dry run, of each entry that would be removed.
@@ -217,7 +219,7 @@ impl Removal {
     /// Opens a directory to empty it.
     fn descend(&self, remover: &Remover<'_>, dir: &OwnedFd, name: &CStr) -> io::Result<(Level, OwnedFd)> {
         let (fd, mode) = match open(dir, name) {
-            Err(e) if is_refused(&e) && !remover.dry_run => {
+            Err(e) if is_refused(&e) && remover.may_unlock => {
                 let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
                 let found = rustix::fs::openat(dir, name, flags, Mode::empty())?;
                 self.above_mount.require(&examine(&found, c"")?)?;
@@ -279,7 +281,7 @@ impl Removal {
             return Ok(());
         }
         let plain = match plain(remover, fd, &name, (&self.path, self.above_mount), &mut self.removed) {
-            Err(e) if is_refused(&e) && !remover.dry_run && top.unlock(fd) => {
+            Err(e) if is_refused(&e) && remover.may_unlock && top.unlock(fd) => {
                 plain(remover, fd, &name, (&self.path, self.above_mount), &mut self.removed)
             }
             other => other,
@@ -321,7 +323,11 @@ impl Removal {
         let mut is_gone = !done.stays;
         if is_gone && !remover.dry_run {
             let removed = match remove() {
-                Err(Errno::ACCESS) if self.stack.last_mut().is_some_and(|above| above.unlock(dir)) => remove(),
+                Err(Errno::ACCESS)
+                    if remover.may_unlock && self.stack.last_mut().is_some_and(|above| above.unlock(dir)) =>
+                {
+                    remove()
+                }
                 other => other,
             };
             if let Err(e) = removed {
@@ -331,7 +337,8 @@ impl Removal {
         }
         if is_gone {
             count(remover, &self.path, &mut self.removed);
-        } else {
+        }
+        if !is_gone || remover.dry_run {
             done.lock_again(&emptied);
         }
         if let Some(above) = self.stack.last_mut() {
@@ -485,9 +492,15 @@ mod tests {
         std::os::unix::fs::symlink("../outside", dir.path().join("d/link")).unwrap();
         fs::write(dir.path().join("d/file"), "").unwrap();
         for dry_run in [true, false] {
-            let removed =
-                Remover { spares: &|_, _| false, dry_run, is_over: &NEVER, on_removed: &|_| (), on_failed: &|_, _| () }
-                    .remove(&fd, c"d", b"");
+            let removed = Remover {
+                spares: &|_, _| false,
+                dry_run,
+                may_unlock: !dry_run,
+                is_over: &NEVER,
+                on_removed: &|_| (),
+                on_failed: &|_, _| (),
+            }
+            .remove(&fd, c"d", b"");
             assert!(removed.failure.is_none(), "{removed:?}");
             assert_eq!((removed.count, removed.left), (5003, 0), "dry run: {dry_run}");
         }
@@ -506,8 +519,14 @@ mod tests {
         fs::write(path.join("sub/kept"), "").unwrap();
         let spares = |path: &[u8], _: &dyn Fn() -> bool| path.ends_with(b"kept");
         for (dry_run, left) in [(true, 5001), (false, 0)] {
-            let remover =
-                Remover { spares: &spares, dry_run, is_over: &NEVER, on_removed: &|_| (), on_failed: &|_, _| () };
+            let remover = Remover {
+                spares: &spares,
+                dry_run,
+                may_unlock: !dry_run,
+                is_over: &NEVER,
+                on_removed: &|_| (),
+                on_failed: &|_, _| (),
+            };
             let mut removal = Removal::new(&fd, c"d", b"").unwrap();
             let mut parts = 1;
             while !removal.run(&remover, Some(Instant::now())) {
@@ -529,6 +548,7 @@ mod tests {
         let removed = Remover {
             spares: &|_, _| false,
             dry_run: false,
+            may_unlock: true,
             is_over: &is_over,
             on_removed: &|_| (),
             on_failed: &|_, _| (),
@@ -547,9 +567,15 @@ mod tests {
             fs::write(path, "").unwrap();
         }
         let spares = |path: &[u8], _: &dyn Fn() -> bool| path.ends_with(b".log") || path == b"top/.snapshots";
-        let removed =
-            Remover { spares: &spares, dry_run: false, is_over: &NEVER, on_removed: &|_| (), on_failed: &|_, _| () }
-                .remove(&fd, c"top", b"");
+        let removed = Remover {
+            spares: &spares,
+            dry_run: false,
+            may_unlock: true,
+            is_over: &NEVER,
+            on_removed: &|_| (),
+            on_failed: &|_, _| (),
+        }
+        .remove(&fd, c"top", b"");
         assert!(removed.failure.is_none());
         assert_eq!((removed.count, removed.left), (3, 2));
         assert!(dir.path().join("top/a/keep.log").exists() && dir.path().join("top/.snapshots/x").exists());

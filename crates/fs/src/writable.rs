@@ -1,9 +1,14 @@
 //! Directories of this user that are made writable for a time.
 
 use crate::credentials;
-use rustix::fs::Mode;
+use rustix::fs::{Access, AtFlags, Mode};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};
+
+/// Whether this process may make and remove entries in a directory, by its mode and access list.
+pub fn is_writable(dir: impl AsFd) -> bool {
+    rustix::fs::accessat(dir, c".", Access::WRITE_OK | Access::EXEC_OK, AtFlags::EACCESS).is_ok()
+}
 
 /// Makes a directory of this user readable and writable for its owner, and returns the mode that it had. The descriptor may be opened as
 /// a path.

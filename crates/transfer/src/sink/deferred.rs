@@ -325,8 +325,14 @@ impl Files {
             }
         };
         let dry_run = self.params.options.dry_run;
-        let remover =
-            Remover { spares: &spares, dry_run, is_over: &self.over, on_removed: &itemize, on_failed: &failed };
+        let remover = Remover {
+            spares: &spares,
+            dry_run,
+            may_unlock: !dry_run,
+            is_over: &self.over,
+            on_removed: &itemize,
+            on_failed: &failed,
+        };
         let own = super::journal::name_of(&self.job);
         let mut gathering: HashMap<Vec<u8>, Keep> = HashMap::new();
         // Of all that are being gathered.

@@ -2,7 +2,7 @@
 //!
 //! Runs on workers and on the storage thread; the session's own thread only counts.
 
-use super::attributes::{Before, Shortcomings};
+use super::attributes::{Before, Shortcomings, Unopened};
 use super::commit::{Committer, Content, Finished};
 use super::deferred::Deferred;
 use super::journal::{Earlier, Journal, Key, Range, Version, key_of};
@@ -17,6 +17,7 @@ use crate::protocol::reassembly::{Ended, Known, Reassembly};
 use crate::session::{EventSender, FirstFailure, LocalError, Pipeline, Progress, SessionParams};
 use crate::wire::{BlockHeader, Direct, FileStatus, Meta, Record, Report, ReportKind};
 use rustix::fs::{AtFlags, FsWord, Mode, OFlags};
+use rustix::io::Errno;
 use std::collections::{HashMap, HashSet};
 use std::ffi::{CStr, CString};
 use std::fs::File;
@@ -266,13 +267,13 @@ impl Pack {
         let (turn, mut clearing) = match self.clearing.take() {
             Some(clearing) => clearing,
             None => {
-                let place = match files.tree.in_the_way(path) {
+                let place = match files.tree.in_the_way(path, writes) {
                     Ok(Some(place)) => place,
                     Ok(None) => return Ok(Next::Taken),
                     Err(e) => return failed(e),
                 };
                 let Some(turn) = files.clearings.take() else { return Ok(Next::Waits) };
-                match Clearing::new(place, files.tree.manner.readable) {
+                match files.tree.clearing(path, place, writes) {
                     Ok(clearing) => (turn, clearing),
                     Err(e) => return failed(e),
                 }
@@ -613,7 +614,18 @@ impl Files {
         }
         let (parent, _) = beneath::split(path);
         let open = || rustix::fs::openat(dir, &temp, flags, Mode::from_raw_mode(0o600));
-        let file = File::from(self.tree.writing(parent, open)?);
+        let opened = match (self.tree.writing(parent, open), resumed) {
+            // An attempt that ended before the renaming has given it the mode of a source that is read-only.
+            (Err(Errno::ACCESS), Some(resumed)) => {
+                let file = Unopened::look(dir, &temp)?;
+                if Identity::of(&file, c"")?.0 == resumed {
+                    file.chmod(0o600)?;
+                }
+                open()
+            }
+            (opened, _) => opened,
+        };
+        let file = File::from(opened?);
         let (identity, stat) = Identity::of(&file, c"")?;
         let version = version_of(&meta);
         if let Some(resumed) = resumed {

@@ -60,7 +60,11 @@ impl Files {
         }
         let key = key_of(&entry.path);
         let version = Version { size: entry.size, mtime: entry.mtime, ctime: entry.ctime };
-        let Ok(place) = self.tree.find(&entry.path) else { return Answer::Send };
+        let found = match self.params.options.dry_run {
+            true => self.tree.find(&entry.path),
+            false => self.tree.find_to_write(&entry.path),
+        };
+        let Ok(place) = found else { return Answer::Send };
         let find = |name: &CStr| {
             let (identity, s) = Identity::of(&place.dir, name).ok()?;
             let is_file = u32::from(s.stx_mode) & 0o170_000 == 0o100_000 && s.stx_size == entry.size;

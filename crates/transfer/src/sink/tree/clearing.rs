@@ -17,18 +17,26 @@ pub(crate) struct Clearing {
     /// The look has ended without a failure.
     looked: bool,
     removal: Option<Removal>,
-    /// Failures name the entry.
-    shows_names: bool,
+    manner: ClearingManner,
+}
+
+/// How a directory gives way.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct ClearingManner {
+    /// Failures name the entry: the source may learn names.
+    pub(crate) shows_names: bool,
+    /// Directories of this user are made readable for the look; not in a dry run, which changes nothing.
+    pub(crate) may_unlock: bool,
 }
 
 impl Clearing {
-    /// Nothing is looked at yet. `shows_names`: the source may learn names of entries.
+    /// Nothing is looked at yet.
     ///
     /// # Errors
     /// If the directory of the entry cannot be examined.
-    pub(crate) fn new(place: Place, shows_names: bool) -> io::Result<Clearing> {
+    pub(crate) fn new(place: Place, manner: ClearingManner) -> io::Result<Clearing> {
         let look = Removal::new(&*place.dir, &place.name, b"")?;
-        Ok(Clearing { place, look, looked: false, removal: None, shows_names })
+        Ok(Clearing { place, look, looked: false, removal: None, manner })
     }
 
     /// Looks at what is left, until this time. `found` is called with the path of each entry, which begins with the name of the
@@ -43,7 +51,7 @@ impl Clearing {
         found: &dyn Fn(&[u8]),
     ) -> io::Result<bool> {
         if !self.looked {
-            self.looked = run(&mut self.look, is_over, until, self.shows_names, Some(found))?;
+            self.looked = run(&mut self.look, is_over, until, self.manner, Some(found))?;
         }
         Ok(self.looked)
     }
@@ -66,7 +74,7 @@ impl Clearing {
             Some(removal) => removal,
             new => new.insert(Removal::new(&*self.place.dir, &self.place.name, b"")?),
         };
-        run(removal, is_over, until, self.shows_names, None)
+        run(removal, is_over, until, self.manner, None)
     }
 
     /// Entries in the directory that were removed.
@@ -85,11 +93,12 @@ fn run(
     removal: &mut Removal,
     is_over: &AtomicBool,
     until: Option<Instant>,
-    shows_names: bool,
+    manner: ClearingManner,
     found: Option<&OnFound<'_>>,
 ) -> io::Result<bool> {
     let (dry_run, on_removed) = (found.is_some(), found.unwrap_or(&|_| ()));
-    let remover = Remover { spares: &|_, _| false, dry_run, is_over, on_removed, on_failed: &|_, _| () };
+    let ClearingManner { shows_names, may_unlock } = manner;
+    let remover = Remover { spares: &|_, _| false, dry_run, may_unlock, is_over, on_removed, on_failed: &|_, _| () };
     let done = removal.run(&remover, until);
     match &removal.removed().failure {
         None => Ok(done),

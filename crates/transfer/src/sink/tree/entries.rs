@@ -1,5 +1,6 @@
 //! Puts entries in place: what may make way, and how it is replaced.
 
+use super::clearing::ClearingManner;
 use super::names::temp_name;
 use super::{Clearing, Place, Tree};
 use crate::sink::attributes::{Shortcomings, Trust, Unopened};
@@ -15,7 +16,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use thruway_fs::beneath::{self, Links, split};
 use thruway_fs::identity::nanoseconds;
-use thruway_fs::{Identity, disk_lock};
+use thruway_fs::xattr::ACCESS_ACL;
+use thruway_fs::{Identity, disk_lock, writable};
 
 /// Reason to refuse an entry in place of a directory.
 pub(crate) const IN_THE_WAY: &str = "a directory with contents is in the way (--delete without --exclude removes it)";
@@ -169,7 +171,8 @@ impl Tree {
                 Ok(()) => Ok(()),
                 Err(Errno::NOTEMPTY | Errno::EXIST) if self.manner.delete && whole => {
                     let place = Place { dir: Arc::clone(&place.dir), name: place.name.clone() };
-                    let mut clearing = Clearing::new(place, self.manner.readable)?;
+                    let manner = ClearingManner { shows_names: self.manner.readable, may_unlock: true };
+                    let mut clearing = Clearing::new(place, manner)?;
                     let removed = clearing.remove(&self.over, None);
                     self.count_cleared(&clearing);
                     removed.map(drop)
@@ -188,11 +191,11 @@ impl Tree {
         }
     }
 
-    /// The directory that is in the way of an entry of another type, if it may be removed with its contents.
+    /// The directory that is in the way of an entry of another type, if it may be removed with its contents. `writes`: not in a dry run.
     ///
     /// # Errors
     /// If it may not.
-    pub(crate) fn in_the_way(&self, path: &[u8]) -> io::Result<Option<Place>> {
+    pub(crate) fn in_the_way(&self, path: &[u8], writes: bool) -> io::Result<Option<Place>> {
         let place = match self.find(path) {
             // Not there, or another entry gives way to its directory.
             Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => return Ok(None),
@@ -205,20 +208,36 @@ impl Tree {
         self.may_replace()?;
         self.is_of_this_copy(&place)?;
         if !self.manner.delete {
-            if thruway_fs::listing::names(beneath::open(
-                &place.dir,
-                place.name.to_bytes(),
-                OFlags::RDONLY | OFlags::DIRECTORY,
-                Links::Never,
-            )?)?
-            .next()
-            .is_none()
-            {
-                return Ok(None);
-            }
-            return Err(io::Error::new(io::ErrorKind::AlreadyExists, IN_THE_WAY));
+            let flags = OFlags::RDONLY | OFlags::DIRECTORY;
+            return match beneath::open(&place.dir, place.name.to_bytes(), flags, Links::Never) {
+                Ok(dir) if thruway_fs::listing::names(&dir)?.next().is_some() => {
+                    Err(io::Error::new(io::ErrorKind::AlreadyExists, IN_THE_WAY))
+                }
+                Ok(_) => Ok(None),
+                // Its removal shows whether it is empty.
+                Err(Errno::ACCESS) if writes => Ok(None),
+                Err(e) => Err(e.into()),
+            };
         }
         Ok(Some(place))
+    }
+
+    /// The removal of a directory that [`Tree::in_the_way`] has found. `writes`: not in a dry run.
+    ///
+    /// # Errors
+    /// If its own directory cannot be examined.
+    pub(crate) fn clearing(&self, path: &[u8], place: Place, writes: bool) -> io::Result<Clearing> {
+        if writes {
+            self.make_writable(split(path).0, &place);
+        }
+        Clearing::new(place, ClearingManner { shows_names: self.manner.readable, may_unlock: writes })
+    }
+
+    /// Makes the directory of an entry writable for the time of the copy, if it is this user's and read-only.
+    fn make_writable(&self, parent: &[u8], place: &Place) {
+        if !writable::is_writable(&place.dir) {
+            self.unlock(parent);
+        }
     }
 
     /// Counts the contents of a directory that gave way.
@@ -412,6 +431,8 @@ impl Tree {
             Err(Errno::EXIST) => {}
             Err(e) => return Err(e.into()),
         }
+        // The kernel reports a name that exists before a directory that is read-only.
+        self.make_writable(parent, place);
         let stat = rustix::fs::statat(&place.dir, &place.name, AtFlags::SYMLINK_NOFOLLOW)?;
         let kind = FileType::from_raw_mode(stat.st_mode);
         if !matches!(kind, FileType::RegularFile | FileType::Symlink) {

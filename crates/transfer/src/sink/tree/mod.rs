@@ -15,19 +15,19 @@ pub(crate) use entries::{check_destination, check_disk};
 pub(crate) use names::{JOURNAL_PREFIX, JOURNAL_SUFFIX, OWN_AGE_MAX_S, is_own_name, temp_name, temporary_of};
 
 use super::RootNames;
-use super::attributes::{Before, Shortcomings, Told, Trust};
+use super::attributes::{Before, Shortcomings, Told, Trust, Unopened};
 use super::journal::{Journal, Key, key_of};
 use super::made::{Made, MadeBefore, is_local, is_new};
 use crate::wire::Meta;
 use durability::Changed;
 use identities::Identities;
 use names::is_fresh_own;
-use rustix::fs::{Access, AtFlags, FileType, Mode, OFlags, Statx};
+use rustix::fs::{AtFlags, FileType, Mode, OFlags, Statx};
 use rustix::io::Errno;
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ffi::{CStr, CString};
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use thruway_fs::Identity;
@@ -82,8 +82,8 @@ pub(crate) struct Tree {
     pub(crate) over: Arc<AtomicBool>,
     /// Held while an entry gives way to a directory.
     replacing: Mutex<()>,
-    /// Directories made writable for the time of the copy.
-    unlocked: Mutex<Vec<Unlocked>>,
+    /// Directories made writable for the time of the copy, by path.
+    unlocked: Mutex<BTreeMap<Vec<u8>, Unlocked>>,
     /// Entries that this job has put in place.
     ours: Identities,
     /// Entries of others that equal those of the source.
@@ -125,7 +125,6 @@ impl Early {
 
 /// A directory made writable for the time of the copy.
 struct Unlocked {
-    path: Vec<u8>,
     identity: Identity,
     /// The mode that it had.
     mode: u32,
@@ -372,27 +371,46 @@ impl Tree {
         self.unlock_if(path, |made| self.manner.replace || made)
     }
 
-    /// As [`Tree::unlock`], if `may` is true. Its argument is true for a directory that the job has made.
+    /// As [`Tree::unlock`], if `may` is true. Its argument is true for a directory that the job has made. Also true for a directory that
+    /// is writable: another worker has made it so, or one above it, since the caller was refused.
     fn unlock_if(&self, path: &[u8], may: impl Fn(bool) -> bool) -> bool {
         if self.privileged {
             return false;
         }
-        let opened = beneath::open(&self.root, path, OFlags::PATH | OFlags::DIRECTORY, Links::Never);
-        let Ok(dir) = opened else { return false };
+        self.unlock_in(&mut self.unlocked.lock().expect("no panics under the lock"), path, &may)
+    }
+
+    fn unlock_in(&self, unlocked: &mut BTreeMap<Vec<u8>, Unlocked>, path: &[u8], may: &dyn Fn(bool) -> bool) -> bool {
+        let open = || beneath::open(&self.root, path, OFlags::PATH | OFlags::DIRECTORY, Links::Never);
+        let (opened, is_above_open) = match open() {
+            // The directory above may not be searched. With that changed, this one may be missing.
+            Err(Errno::ACCESS) if !path.is_empty() && self.unlock_in(unlocked, split(path).0, may) => (open(), true),
+            other => (other, false),
+        };
+        let Ok(dir) = opened else { return is_above_open };
         let Ok((identity, stat)) = Identity::of(&dir, c"") else { return false };
         let made = self.made_before.lock().expect("no panics under the lock").get(&key_of(path)).copied();
         if !may(made.is_some_and(|made| made.is(identity, &stat, self.has_all_rights()))) {
             return false;
         }
+        if writable::is_writable(&dir) {
+            return true;
+        }
         let Some(mode) = writable::unlock(&dir) else { return false };
-        self.unlocked.lock().expect("no panics under the lock").push(Unlocked { path: path.to_vec(), identity, mode });
+        unlocked.insert(path.to_vec(), Unlocked { identity, mode });
         true
+    }
+
+    /// The mode that a directory had before it was made writable; `None` for others.
+    pub(crate) fn mode_before_unlock(&self, path: &[u8]) -> Option<u32> {
+        self.unlocked.lock().expect("no panics under the lock").get(path).map(|unlocked| unlocked.mode)
     }
 
     /// Gives directories that were made writable the modes back that they had.
     pub(crate) fn lock_again(&self) {
         let unlocked = std::mem::take(&mut *self.unlocked.lock().expect("no panics under the lock"));
-        for Unlocked { path, identity, mode } in unlocked.into_iter().rev() {
+        // Directories come after those above them.
+        for (path, Unlocked { identity, mode }) in unlocked.into_iter().rev() {
             // Somebody may have put another directory there since.
             let is_it = |dir: &OwnedFd| Identity::of(dir, c"").is_ok_and(|(found, _)| found == identity);
             if let Some(dir) = self.open_directory(&path).ok().filter(|dir| is_it(dir)) {
@@ -410,6 +428,14 @@ impl Tree {
     pub(crate) fn place(&self, path: &[u8]) -> io::Result<Place> {
         let (parent, name) = split(path);
         Ok(Place { dir: self.directory(parent)?, name: CString::new(name)? })
+    }
+
+    /// As [`Tree::find`], but makes a directory of this user searchable if it is not.
+    pub(crate) fn find_to_write(&self, path: &[u8]) -> io::Result<Place> {
+        match self.find(path) {
+            Err(e) if e.kind() == io::ErrorKind::PermissionDenied && self.unlock(split(path).0) => self.find(path),
+            other => other,
+        }
     }
 
     /// The place of an entry whose directory is there.
@@ -508,7 +534,7 @@ impl Tree {
         };
         self.change(path);
         // The mode that it had is not to come back.
-        self.unlocked.lock().expect("no panics under the lock").retain(|unlocked| unlocked.path != path);
+        self.unlocked.lock().expect("no panics under the lock").remove(path);
         if self.manner.preserve {
             if self.has_attributes(dir.as_fd(), meta) {
                 return Ok(Shortcomings::default());
@@ -534,13 +560,27 @@ impl Tree {
     ) -> io::Result<(Shortcomings, i64)> {
         let place = self.find(path)?;
         let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
-        let file = rustix::fs::openat(&place.dir, &place.name, flags, Mode::empty())?;
-        let (found, stat) = Identity::of(&file, c"")?;
-        let is_file = FileType::from_raw_mode(stat.stx_mode.into()).is_file();
-        let is_unchanged = changed.is_none_or(|changed| changed == nanoseconds(stat.stx_ctime));
-        if !is_file || found != identity || stat.stx_size != meta.size || !is_unchanged {
-            return Err(io::Error::other("it changed at the destination meanwhile"));
-        }
+        let check = |file: BorrowedFd<'_>| {
+            let (found, stat) = Identity::of(file, c"")?;
+            let is_file = FileType::from_raw_mode(stat.stx_mode.into()).is_file();
+            let is_unchanged = changed.is_none_or(|changed| changed == nanoseconds(stat.stx_ctime));
+            if !is_file || found != identity || stat.stx_size != meta.size || !is_unchanged {
+                return Err(io::Error::other("it changed at the destination meanwhile"));
+            }
+            Ok(())
+        };
+        let file = match rustix::fs::openat(&place.dir, &place.name, flags, Mode::empty()) {
+            Err(Errno::ACCESS) => {
+                let entry = Unopened::look(&place.dir, &place.name)?;
+                check(entry.as_fd())?;
+                entry.open_whatever_it_may()?
+            }
+            opened => {
+                let file = opened?;
+                check(file.as_fd())?;
+                file
+            }
+        };
         self.note(split(path).0, &place.dir)?;
         self.changed().many = true;
         let short = match self.has_attributes(file.as_fd(), meta) {
@@ -601,10 +641,7 @@ impl Tree {
                 total.left += 1;
                 continue;
             }
-            is_writable.get_or_insert_with(|| {
-                let access = Access::WRITE_OK | Access::EXEC_OK;
-                rustix::fs::accessat(&dir, c".", access, AtFlags::EACCESS).is_ok() || unlock()
-            });
+            is_writable.get_or_insert_with(|| writable::is_writable(&*dir) || unlock());
             let removed = remover.remove(&*dir, &name, below);
             total.count += removed.count;
             total.left += removed.left;

@@ -60,7 +60,14 @@ fn a_directory_takes_the_place_of_a_link_but_not_of_a_device() {
         b"",
         &keep,
         c"journal",
-        &Remover { spares: &|_, _| false, dry_run: false, is_over: &NEVER, on_removed: &|_| (), on_failed: &|_, _| () },
+        &Remover {
+            spares: &|_, _| false,
+            dry_run: false,
+            may_unlock: true,
+            is_over: &NEVER,
+            on_removed: &|_| (),
+            on_failed: &|_, _| (),
+        },
     )
     .unwrap();
     assert!(dir.path().join("real/precious").exists());
@@ -239,6 +246,7 @@ fn pruning_removes_all_but_what_is_kept_and_what_may_be_in_use() {
                 &Remover {
                     spares: &|_, _| false,
                     dry_run,
+                    may_unlock: !dry_run,
                     is_over: &NEVER,
                     on_removed: &|_| (),
                     on_failed: &|_, _| (),
@@ -341,6 +349,7 @@ fn what_came_with_a_copy_is_not_removed_by_it() {
             &Remover {
                 spares: &|_, _| false,
                 dry_run: false,
+                may_unlock: true,
                 is_over: &NEVER,
                 on_removed: &|_| (),
                 on_failed: &|_, _| (),
@@ -713,6 +722,7 @@ fn rights_of_a_job_do_not_pass_to_entries_of_others() {
     assert!(!tree.unlock(b"d"));
     tree.manner.replace = true;
     assert!(tree.unlock(b"d"));
+    assert!(tree.unlock(b"d"), "for a worker that was refused before");
     assert_eq!(mode_of(&path("d")), 0o755);
     fs::set_permissions(path("d"), fs::Permissions::from_mode(0o700)).unwrap();
     tree.lock_again();
@@ -732,7 +742,7 @@ fn a_directory_in_the_way_is_removed_in_parts() {
     let tree = tree_with(dir.path(), false, true, Trust::Operator);
     fs::create_dir(dir.path().join("d")).unwrap();
     (0..20_000).for_each(|i| fs::write(dir.path().join(format!("d/{i}")), "").unwrap());
-    let mut clearing = Clearing::new(tree.in_the_way(b"d").unwrap().unwrap(), true).unwrap();
+    let mut clearing = tree.clearing(b"d", tree.in_the_way(b"d", true).unwrap().unwrap(), true).unwrap();
     let (mut looks, mut parts) = (1, 1);
     while !clearing.look(&tree.over, Some(std::time::Instant::now()), &|_| ()).unwrap() {
         looks += 1;
