@@ -261,6 +261,7 @@ impl Files {
         let mut lists = Lists::default();
         // Of a session that is over nothing more is done: its user has taken it back.
         let is_over = || self.is_over();
+        self.itemize_links();
         deferred.for_each(|record| match record {
             _ if is_over() => {}
             Record::Link { path, target } => match self.tree.link(&path, &target) {

@@ -5,6 +5,7 @@
 use super::attributes::{Before, Shortcomings, Unopened};
 use super::commit::{Committer, Content, Finished};
 use super::deferred::Deferred;
+use super::items::Itemized;
 use super::journal::{Earlier, Journal, Key, Range, Version, key_of};
 use super::made::Made;
 use super::reports::Reports;
@@ -75,6 +76,7 @@ pub(super) struct Files {
     pub(super) reports: Reports,
     /// Reports of items that have not been sent.
     pub(super) items: Reports,
+    pub(super) itemized: Mutex<Itemized>,
     pub(super) clearings: Arc<Clearings>,
     /// The session is over; long work may stop.
     pub(super) over: Arc<AtomicBool>,

@@ -4,23 +4,78 @@ use super::files::Files;
 use super::tree::{Place, check_disk};
 use crate::wire::{Meta, Record, Report, ReportKind};
 use rustix::fs::{AtFlags, FileType, Stat};
+use std::collections::{HashMap, HashSet};
 use std::os::fd::AsFd;
+use std::sync::MutexGuard;
 use thruway_fs::beneath;
 
 /// Reason for an entry that does not exist at the destination.
 const NEW: &str = "new";
 const TYPE_DIFFERS: &str = "type differs";
+const HARD_LINK: &str = "hard link";
 const ATTRIBUTES: &str = "attributes";
 /// Reason for an entry with a target or extended attributes that the peer has no right to read.
 const NOT_COMPARED: &str = "not compared";
 
+/// Most entries of each kind in [`Itemized`]: some MiB. The items of further ones depend on the order in which records are taken.
+const ITEMIZED_MAX: usize = 1 << 14;
+
+/// What the items of later records depend on; filled if the session reports items.
+#[derive(Default)]
+pub(super) struct Itemized {
+    /// Existing entries with several names, by device and inode number, that the session replaces.
+    replaced: HashSet<(u64, u64)>,
+    /// Hard links that exist, with the entry that they had when their records were taken. They are items if it is replaced.
+    links: HashMap<Vec<u8>, (u64, u64)>,
+    /// Directories as they were before the session put anything into them.
+    directories: HashMap<Vec<u8>, Stat>,
+}
+
 impl Files {
     /// Reports the entry of a record as an item, if the options of the session ask for items.
     pub(super) fn itemize(&self, record: &Record) {
-        if self.params.options.itemize
-            && let Some((path, reason)) = self.reason_of(record)
+        if !self.params.options.itemize {
+            return;
+        }
+        if let Some(path) = record.makes() {
+            self.note_directory(path);
+        }
+        let Some((path, reason)) = self.reason_of(record) else { return };
+        if !matches!(record, Record::Dir { .. }) && record.makes().is_some() {
+            self.note_replaced(path);
+        }
+        self.item(path, reason);
+    }
+
+    /// Reports hard links whose entry the session has replaced, after all other records.
+    pub(super) fn itemize_links(&self) {
+        let Itemized { replaced, links, .. } = std::mem::take(&mut *self.itemized());
+        for (path, _) in links.into_iter().filter(|(_, entry)| replaced.contains(entry)) {
+            self.item(&path, HARD_LINK);
+        }
+    }
+
+    fn itemized(&self) -> MutexGuard<'_, Itemized> {
+        self.itemized.lock().expect("no panics under the lock")
+    }
+
+    fn note_replaced(&self, path: &[u8]) {
+        let Some(stat) = self.stat(path).filter(|stat| stat.st_nlink > 1) else { return };
+        let replaced = &mut self.itemized().replaced;
+        if replaced.len() < ITEMIZED_MAX {
+            replaced.insert((stat.st_dev, stat.st_ino));
+        }
+    }
+
+    /// Notes the directory of an entry: it changes with the entry, and its own record can come later.
+    fn note_directory(&self, path: &[u8]) {
+        let (parent, _) = beneath::split(path);
+        let mut itemized = self.itemized();
+        if !itemized.directories.contains_key(parent)
+            && itemized.directories.len() < ITEMIZED_MAX
+            && let Some(stat) = self.stat(parent)
         {
-            self.item(path, reason);
+            itemized.directories.insert(parent.to_vec(), stat);
         }
     }
 
@@ -32,8 +87,10 @@ impl Files {
             Record::Begin { path, meta, .. } => (path, self.file_reason(path, meta)),
             Record::Dir { path, .. } if path.is_empty() => return None,
             Record::Dir { path, meta } => {
+                let found = self.reason(path, meta, |_| None);
+                // Another worker may have made it just before.
                 let early = self.tree.early_replaced(path).map(|replaced| if replaced { TYPE_DIFFERS } else { NEW });
-                (path, early.or_else(|| self.reason(path, meta, |_| None)))
+                (path, early.or(found))
             }
             Record::Symlink { path, target, meta } => {
                 let differs = |stat: &Stat| self.target_reason(path, target).or_else(|| self.owner_reason(stat));
@@ -63,6 +120,12 @@ impl Files {
         // Pieces of a large file, which a dry run sends of devices only, need its beginning.
         let is_large = matches!(record, Record::Begin { .. });
         let Some(path) = record.makes().filter(|_| self.params.options.dry_run && !is_large) else { return false };
+        if let Record::Special { meta, .. } = record
+            && let Err(e) = self.tree.check_device(meta)
+        {
+            self.fail(path, &e);
+            return true;
+        }
         let replaced = |place: Place| {
             check_disk(&place.dir, &place.name)?;
             let may_replace = self.tree.may_replace();
@@ -123,7 +186,13 @@ impl Files {
         meta: &Meta,
         differs: impl FnOnce(&Stat) -> Option<&'static str>,
     ) -> Option<&'static str> {
-        let Some(stat) = self.stat(path) else { return Some(NEW) };
+        let Some(mut stat) = self.stat(path) else { return Some(NEW) };
+        if let Some(before) = self.itemized().directories.get(path) {
+            stat = *before;
+        }
+        if let Some(mode) = self.tree.mode_before_unlock(path) {
+            stat.st_mode = stat.st_mode & !0o7777 | mode;
+        }
         let kind = FileType::from_raw_mode(stat.st_mode);
         if kind != FileType::from_raw_mode(meta.mode) {
             return Some(TYPE_DIFFERS);
@@ -169,11 +238,17 @@ impl Files {
         (here.as_bytes() != target).then_some("target differs")
     }
 
+    /// `None` also if both are one entry that the session may replace, see [`Files::itemize_links`].
     fn link_reason(&self, path: &[u8], target: &[u8]) -> Option<&'static str> {
         let identity = |path| self.stat(path).map(|stat| (stat.st_dev, stat.st_ino));
-        match identity(path) {
-            None => Some(NEW),
-            here => (here != identity(target)).then_some("hard link"),
+        let Some(here) = identity(path) else { return Some(NEW) };
+        if identity(target) != Some(here) {
+            return Some(HARD_LINK);
         }
+        let links = &mut self.itemized().links;
+        if links.len() < ITEMIZED_MAX {
+            links.insert(path.to_vec(), here);
+        }
+        None
     }
 }

@@ -321,6 +321,7 @@ pub fn run(
         redeemed: Condvar::new(),
         reports: Reports::new(REPORTS_WAITING_MAX),
         items: Reports::new(ITEMS_WAITING_MAX),
+        itemized: Mutex::default(),
         in_flight: Mutex::default(),
         clearings: Arc::default(),
         over,

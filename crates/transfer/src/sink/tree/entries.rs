@@ -316,13 +316,21 @@ impl Tree {
         stat.st_uid == rustix::process::geteuid().as_raw() || self.keeps_owner() && self.privileged
     }
 
-    /// Makes a special file, replacing what is there.
-    pub(crate) fn special(&self, path: &[u8], meta: &Meta, rdev: u64) -> io::Result<Shortcomings> {
+    /// # Errors
+    /// For a device, if the peer may not make devices.
+    pub(crate) fn check_device(&self, meta: &Meta) -> io::Result<()> {
         let kind = FileType::from_raw_mode(meta.mode);
         if self.manner.trust == Trust::Peer && !matches!(kind, FileType::Fifo | FileType::Socket) {
             let why = "creating devices requires a key with the 'privileged' option";
             return Err(io::Error::new(io::ErrorKind::PermissionDenied, why));
         }
+        Ok(())
+    }
+
+    /// Makes a special file, replacing what is there.
+    pub(crate) fn special(&self, path: &[u8], meta: &Meta, rdev: u64) -> io::Result<Shortcomings> {
+        let kind = FileType::from_raw_mode(meta.mode);
+        self.check_device(meta)?;
         if !matches!(kind, FileType::Fifo | FileType::Socket | FileType::CharacterDevice | FileType::BlockDevice) {
             return Err(io::Error::new(io::ErrorKind::InvalidData, "not a special file"));
         }
