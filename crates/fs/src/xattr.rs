@@ -143,6 +143,11 @@ pub fn replace_acl(fd: BorrowedFd<'_>, mode: u32) -> io::Result<()> {
     write(fd, ACCESS_ACL.to_bytes(), &Acl::from_mode(mode).encode())
 }
 
+/// True if an open entry has an access control list.
+pub fn has_access_acl(fd: BorrowedFd<'_>) -> bool {
+    rustix::fs::getxattr(path_of(fd, c""), ACCESS_ACL, &mut [0; 0][..]).is_ok()
+}
+
 /// True if new entries of a directory inherit an access control list; `None` if its file system has no such lists.
 pub fn has_default_acl(dir: BorrowedFd<'_>) -> Option<bool> {
     let mut none = [0; 0];
@@ -205,7 +210,7 @@ pub fn copy_acl(from: BorrowedFd<'_>, mode: u32, to: BorrowedFd<'_>) -> io::Resu
     let from = path_of(from, c"");
     if let Ok(list) = get(|value| rustix::fs::getxattr(&from, ACCESS_ACL, value)) {
         write(to, ACCESS_ACL.to_bytes(), &list)?;
-    } else if rustix::fs::getxattr(path_of(to, c""), ACCESS_ACL, &mut [0; 0][..]).is_ok() {
+    } else if has_access_acl(to) {
         replace_acl(to, mode)?;
     }
     Ok(())

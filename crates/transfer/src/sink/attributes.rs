@@ -266,17 +266,12 @@ impl Tree {
     /// Applies attributes to an open file or directory; those that could not be kept are told.
     pub(crate) fn apply(&self, fd: BorrowedFd<'_>, meta: &Meta, mode_is_right: bool, before: &Before) -> Shortcomings {
         let mut short = Shortcomings::default();
-        if self.keeps_owner() {
-            let (uid, gid) = (rustix::fs::Uid::from_raw(meta.uid), rustix::fs::Gid::from_raw(meta.gid));
-            if self.privileged {
-                if let Err(e) = rustix::fs::fchown(fd, Some(uid), Some(gid)) {
-                    self.tell_owner(&mut short, e.into());
-                }
-            } else {
-                // A member of the group may give a file to it; if not, the group stays ours.
-                let _ = rustix::fs::fchown(fd, None, Some(gid));
-            }
+        if self.keeps_owner()
+            && let Err(e) = self.give(fd, meta)
+        {
+            self.tell_owner(&mut short, e.into());
         }
+        let mode_is_right = !self.make_attributes_writable(fd, before) && mode_is_right;
         let (acls, others): (Vec<_>, Vec<_>) =
             meta.xattrs.iter().filter(|_| self.manner.preserve).partition(|(name, _)| name.starts_with(b"system."));
         self.write_xattrs(&mut short, fd, &others);
@@ -293,6 +288,53 @@ impl Tree {
             self.set_times(&mut short, meta, |times| rustix::fs::futimens(fd, times), fd);
         }
         short
+    }
+
+    /// Makes an existing entry of this user writable: the kernel demands that for extended attributes of users. True if the mode has changed,
+    /// and is to be set.
+    fn make_attributes_writable(&self, fd: BorrowedFd<'_>, before: &Before) -> bool {
+        if self.privileged || !self.manner.preserve || *before != Before::Anything {
+            return false;
+        }
+        let Ok(stat) = rustix::fs::fstat(fd) else { return false };
+        let is_own = stat.st_uid == rustix::process::geteuid().as_raw();
+        let mode = Mode::from_raw_mode(stat.st_mode & 0o7777 | 0o200);
+        is_own && stat.st_mode & 0o200 == 0 && rustix::fs::fchmod(fd, mode).is_ok()
+    }
+
+    /// Gives an entry the owner and group of the source, as far as this user can.
+    fn give(&self, fd: BorrowedFd<'_>, meta: &Meta) -> rustix::io::Result<()> {
+        let (uid, gid) = (rustix::fs::Uid::from_raw(meta.uid), rustix::fs::Gid::from_raw(meta.gid));
+        if self.privileged {
+            return rustix::fs::fchown(fd, Some(uid), Some(gid));
+        }
+        // A member of the group may give a file to it; if not, the group stays ours.
+        let _ = rustix::fs::fchown(fd, None, Some(gid));
+        Ok(())
+    }
+
+    /// Takes the rights to an existing directory from other users that the source does not give them, and gives it its owner, before
+    /// entries are put into it. Other attributes, and reports of failures, come at the end.
+    pub(super) fn narrow(&self, dir: BorrowedFd<'_>, meta: &Meta) {
+        let Ok(stat) = rustix::fs::fstat(dir) else { return };
+        let list = meta.xattrs.iter().find(|(name, _)| name == ACCESS_ACL.to_bytes());
+        let has_list = thruway_fs::xattr::has_access_acl(dir);
+        let is_list_right = match list {
+            Some((name, value)) => thruway_fs::xattr::has(dir, name, value),
+            None => !has_list || meta.xattrs_partial,
+        };
+        let (now, wanted) = (stat.st_mode & 0o7777, self.mode(meta));
+        // Where the lists differ, the bits of the group are not the rights of the group.
+        let others = if is_list_right { 0o077 } else { 0o007 };
+        let mode = now & 0o7700 | now & wanted & others;
+        if has_list && !is_list_right {
+            let _ = thruway_fs::xattr::replace_acl(dir, mode);
+        } else if mode != now {
+            let _ = rustix::fs::fchmod(dir, Mode::from_raw_mode(mode));
+        }
+        if self.keeps_owner() && !self.has_owner(&stat, meta) {
+            let _ = self.give(dir, meta);
+        }
     }
 
     /// Set-id bits only go to files that have the owner and group they were meant for.

@@ -447,7 +447,12 @@ impl Tree {
     /// Makes a directory that its owner can write to until its attributes are applied. What is there and no
     /// directory, a link to one included, gives way. `None` if the job has not made it.
     pub(crate) fn make_directory(&self, path: &[u8], meta: &Meta) -> io::Result<Option<Made>> {
+        // A peer that may only add leaves existing entries as they are.
+        let may_change = self.manner.preserve && self.manner.replace;
         if path.is_empty() {
+            if may_change {
+                self.narrow(self.root.as_fd(), meta);
+            }
             return Ok(self.made_before.lock().expect("no panics under the lock").remove(&key_of(path)));
         }
         let place = self.place(path)?;
@@ -473,6 +478,8 @@ impl Tree {
         self.remember_directory(&place);
         if made.is_some() {
             self.change(parent);
+        } else if may_change {
+            self.narrow(self.open_to_write(path)?.as_fd(), meta);
         }
         Ok(made)
     }
