@@ -95,6 +95,18 @@ impl Tree {
     /// From now on, the entry is known as one that this job has put in place.
     pub(crate) fn remember_identity(&self, identity: Identity, stat: &Statx) {
         self.ours.insert(identity, stat);
+        if !self.has_all_rights() {
+            self.left.insert(identity, stat);
+        }
+    }
+
+    /// Remembers an entry of this job once more, after its attributes were set.
+    fn remember_again(&self, place: &Place) {
+        if let Ok((identity, stat)) = Identity::of(&place.dir, &place.name)
+            && self.is_made(identity, &stat)
+        {
+            self.remember_identity(identity, &stat);
+        }
     }
 
     /// From now on, hard links may be made to this entry, which equals one of the source.
@@ -270,10 +282,12 @@ impl Tree {
         if self.keep_equal(path, &place, meta, is_equal)? {
             return Ok(Shortcomings::default());
         }
-        self.replace(path, &place, (false, None), |dir, name| rustix::fs::symlinkat(&target, dir, name))?;
+        self.replace(path, &place, (false, false), |dir, name| rustix::fs::symlinkat(&target, dir, name))?;
         // They come after its name, and it cannot be synced itself.
         self.changed().many |= self.manner.preserve;
-        Ok(self.apply_unopened(&place.dir, &place.name, FileType::Symlink, meta))
+        let short = self.apply_unopened(&place.dir, &place.name, FileType::Symlink, meta);
+        self.remember_again(&place);
+        Ok(short)
     }
 
     /// True if a link or special file stays because it equals the one of the record. Its attributes count if the source has the right to
@@ -299,6 +313,10 @@ impl Tree {
             return Ok(false);
         }
         match (is_of_job, entry.stat.st_nlink) {
+            // Its owner has changed it since an earlier session made it.
+            (true, _) if !is_link(&entry.stat) && entry.stat.st_mode & 0o7777 != self.mode(meta) => {
+                self.ours.insert(identity, &stat);
+            }
             (true, _) => self.remember_identity(identity, &stat),
             // Entries of others give no rights.
             (false, ..=1) => self.found.insert(identity, &stat),
@@ -342,9 +360,11 @@ impl Tree {
         }
         // With -p, it gets its mode after an inherited access control list is removed.
         let mode = Mode::from_raw_mode(if self.manner.preserve { 0o600 } else { self.mode(meta) & 0o777 });
-        self.replace(path, &place, (true, None), |dir, name| rustix::fs::mknodat(dir, name, kind, mode, rdev))?;
+        self.replace(path, &place, (true, false), |dir, name| rustix::fs::mknodat(dir, name, kind, mode, rdev))?;
         self.changed().many = true;
-        Ok(self.apply_unopened(&place.dir, &place.name, kind, meta))
+        let short = self.apply_unopened(&place.dir, &place.name, kind, meta);
+        self.remember_again(&place);
+        Ok(short)
     }
 
     /// Gives a file another name, and replaces an entry of that name. A link to a file of another job requires the rights to read
@@ -359,9 +379,9 @@ impl Tree {
         {
             return Ok(());
         }
-        if !(self.manner.replace && self.manner.readable || self.is_made(identity, &before)) {
-            let why =
-                "a hard link to a file that this copy has not put there requires the rights to read and to replace";
+        if !(self.has_all_rights() || (self.is_made(identity, &before) && self.left.contains(identity, &before))) {
+            let why = "a hard link to a file that this copy has not put there, or that has changed since, requires the \
+                       rights to read and to replace";
             return Err(io::Error::new(io::ErrorKind::PermissionDenied, why));
         }
         if !self.is_linkable(identity, &before) {
@@ -377,12 +397,16 @@ impl Tree {
         if !special {
             self.check_link(&to)?;
         }
-        self.replace(path, &to, (special, Some(identity)), |dir, name| source.link(dir, name))?;
-        if let Some(journal) = &self.journal {
+        self.replace(path, &to, (special, true), |dir, name| source.link(dir, name))?;
+        let (_, after) = Identity::of(&source, c"")?;
+        let rights = |stat: &Statx| (stat.stx_mode, stat.stx_uid, stat.stx_gid);
+        let version = |stat: &Statx| (rights(stat), stat.stx_size, nanoseconds(stat.stx_mtime));
+        if version(&before) == version(&after) {
+            if self.is_made(identity, &after) {
+                self.remember_identity(identity, &after);
+            }
             // Without a record of the new change time, the file would count as changed since it was put in place.
-            let (_, after) = Identity::of(&source, c"")?;
-            let version = |stat: &Statx| (stat.stx_ino, stat.stx_size, nanoseconds(stat.stx_mtime));
-            if version(&before) == version(&after) {
+            if let Some(journal) = &self.journal {
                 journal.linked(&key_of(target), nanoseconds(before.stx_ctime), nanoseconds(after.stx_ctime));
             }
         }
@@ -394,7 +418,7 @@ impl Tree {
         &self,
         path: &[u8],
         place: &Place,
-        kind: (bool, Option<Identity>),
+        kind: (bool, bool),
         make: impl Fn(&OwnedFd, &CStr) -> rustix::io::Result<()>,
     ) -> io::Result<()> {
         let (parent, _) = split(path);
@@ -410,19 +434,20 @@ impl Tree {
         parent: &[u8],
         path: &[u8],
         place: &Place,
-        (special, linked): (bool, Option<Identity>),
+        (special, linked): (bool, bool),
         make: impl Fn(&OwnedFd, &CStr) -> rustix::io::Result<()>,
     ) -> io::Result<()> {
         let since = Made::now();
-        // A regular file that is not the linked one was put here by somebody else in the same moment, and so was an older entry.
-        let is_it = |identity, stat: &Statx| {
-            let is_file = FileType::from_raw_mode(stat.stx_mode.into()).is_file();
-            linked == Some(identity)
-                || linked.is_none() && !is_file && self.may_be_made(&place.dir, (identity, stat), since)
-        };
         let remember = || {
+            // A link adds a name to an entry that is known already, or is another's.
+            if linked {
+                return None;
+            }
             let (identity, stat) = Identity::of(&place.dir, &place.name).ok()?;
-            is_it(identity, &stat).then(|| {
+            // A regular file was put here by somebody else in the same moment, and so was an older entry.
+            let is_file = FileType::from_raw_mode(stat.stx_mode.into()).is_file();
+            let is_it = !is_file && self.may_be_made(&place.dir, (identity, &stat), since);
+            is_it.then(|| {
                 self.remember_identity(identity, &stat);
                 identity
             })
@@ -430,7 +455,7 @@ impl Tree {
         match self.writing(parent, || make(&place.dir, &place.name)) {
             Ok(()) => {
                 // Without the right to replace, a later attempt must recognise it.
-                let journal = self.journal.as_ref().filter(|_| linked.is_none() && !self.manner.replace);
+                let journal = self.journal.as_ref().filter(|_| !self.manner.replace);
                 if let (Some(identity), Some(journal)) = (remember(), journal) {
                     journal.entry(&key_of(path), identity.fingerprint());
                 }
@@ -445,7 +470,7 @@ impl Tree {
         let kind = FileType::from_raw_mode(stat.st_mode);
         if !matches!(kind, FileType::RegularFile | FileType::Symlink) {
             // Other directories have been emptied by now.
-            self.clear_way(place, &stat, special, linked.is_some())?;
+            self.clear_way(place, &stat, special, linked)?;
             make(&place.dir, &place.name)?;
             remember();
             return Ok(());

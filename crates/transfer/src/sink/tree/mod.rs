@@ -20,7 +20,7 @@ use super::journal::{Journal, Key, key_of};
 use super::made::{Made, MadeBefore, is_local, is_new};
 use crate::wire::Meta;
 use durability::Changed;
-use identities::Identities;
+use identities::{Identities, States};
 use names::is_fresh_own;
 use rustix::fs::{AtFlags, FileType, Mode, OFlags, Statx};
 use rustix::io::Errno;
@@ -86,6 +86,8 @@ pub(crate) struct Tree {
     unlocked: Mutex<BTreeMap<Vec<u8>, Unlocked>>,
     /// Entries that this job has put in place.
     ours: Identities,
+    /// The same as they were left; filled if the source has limited rights, which then end with a change by somebody else.
+    left: States,
     /// Entries of others that equal those of the source.
     found: Identities,
     /// Further entries that equal those of the source: files that are up to date, and links and special files with several names.
@@ -159,6 +161,7 @@ impl Tree {
             replacing: Mutex::default(),
             unlocked: Mutex::default(),
             ours: Identities::default(),
+            left: States::default(),
             told: Told::default(),
         }
     }
@@ -596,6 +599,9 @@ impl Tree {
         };
         self.sync_if_by_file(&file);
         let (_, stat) = Identity::of(&file, c"")?;
+        if self.is_made(identity, &stat) {
+            self.remember_identity(identity, &stat);
+        }
         Ok((short, nanoseconds(stat.stx_ctime)))
     }
 

@@ -700,6 +700,11 @@ fn rights_of_a_job_do_not_pass_to_entries_of_others() {
     let (_, stat) = Identity::of(fs::File::open(path("f")).unwrap(), c"").unwrap();
     tree.remember_identity(identity, &stat);
     tree.link(b"of the job", b"f").unwrap();
+    tree.link(b"of the job, too", b"f").unwrap();
+    // The same file, which its owner has closed since.
+    fs::set_permissions(path("f"), fs::Permissions::from_mode(0o600)).unwrap();
+    let error = tree.link(b"of the owner", b"f").unwrap_err();
+    assert_eq!(error.kind(), io::ErrorKind::PermissionDenied, "{error}");
     replace("f", 0o600);
     let error = tree.link(b"of the owner", b"f").unwrap_err();
     assert_eq!(error.kind(), io::ErrorKind::PermissionDenied, "{error}");
