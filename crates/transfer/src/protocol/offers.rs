@@ -6,8 +6,8 @@ use std::collections::VecDeque;
 /// Files offered in one message, and bytes of the message they may take.
 const ENTRIES: usize = 64;
 const BYTES: usize = 7500;
-/// Bytes of an offered file beside its path, at most: the length of that, its size, two times, and whether it is linked.
-const ENTRY: usize = 2 + 10 + 2 * (10 + 5) + 1;
+/// Bytes of an offered file beside its path, at most: the length of that, its size, two times, its owner, and whether it is linked.
+const ENTRY: usize = 2 + 10 + 2 * (10 + 5) + 5 + 1;
 /// Offers in progress: on a long path so many batches are answered in one round trip. Fewer than the
 /// receives that a control connection has for them.
 pub(crate) const AHEAD: usize = 10;
@@ -77,8 +77,14 @@ mod tests {
             let mut offers = Offers::default();
             // Numbers that take as many bytes as numbers can.
             let time = (i64::MIN, u32::MAX);
-            let entry =
-                OfferEntry { path: vec![b'p'; path_len], size: u64::MAX, mtime: time, ctime: time, linked: true };
+            let entry = OfferEntry {
+                path: vec![b'p'; path_len],
+                size: u64::MAX,
+                mtime: time,
+                ctime: time,
+                owner: u32::MAX,
+                linked: true,
+            };
             let mut count = 0;
             while offers.has_room(&entry) {
                 offers.push(entry.clone(), ());

@@ -234,6 +234,16 @@ impl Tree {
         self.manner.preserve && self.manner.trust == Trust::Operator
     }
 
+    /// True if entries get the owner that they have at the source.
+    pub(super) fn gives_owner(&self) -> bool {
+        self.keeps_owner() && self.privileged
+    }
+
+    /// True for an entry of the user `uid` that is this process's own, or the same user's as at the source where that is compared.
+    pub(super) fn is_of_owner(&self, uid: u32, source: u32) -> bool {
+        uid == rustix::process::geteuid().as_raw() || (self.gives_owner() && uid == source)
+    }
+
     /// True if [`Tree::apply`] would not change the owner.
     fn has_owner(&self, stat: &Stat, meta: &Meta) -> bool {
         let has_group = stat.st_gid == meta.gid || !(self.privileged || self.groups.contains(&meta.gid));
@@ -392,8 +402,7 @@ impl Tree {
                 return short;
             }
         };
-        if self.keeps_owner()
-            && self.privileged
+        if self.gives_owner()
             && let Err(e) = entry.chown(meta.uid, meta.gid)
         {
             self.tell_owner(&mut short, e.into());
@@ -457,7 +466,7 @@ impl Tree {
     /// Whether owner and permissions are what the entry was given, for the same reason.
     fn look_at_rights(&self, short: &mut Shortcomings, meta: &Meta, stat: &Stat) {
         let (owner, group) = (stat.st_uid == meta.uid, stat.st_gid == meta.gid);
-        if self.keeps_owner() && self.privileged && !(owner && group) {
+        if self.gives_owner() && !(owner && group) {
             self.tell_once(short, &self.told.no_owners, "owners");
         }
         let mut mode = self.mode(meta);
@@ -486,7 +495,7 @@ impl Tree {
         name.starts_with(b"user.")
             || name == ACCESS_ACL.to_bytes()
             || name == DEFAULT_ACL.to_bytes()
-            || (name == CAPABILITIES && self.keeps_owner() && self.privileged)
+            || (name == CAPABILITIES && self.gives_owner())
     }
 
     /// Removes extended attributes that the source does not have. Sets the access control list before the mode, which would give

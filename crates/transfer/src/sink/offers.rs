@@ -93,9 +93,14 @@ impl Files {
                 if !self.earlier.is_empty() {
                     self.remove_begun(&place, &key);
                 }
+                // Somebody else may have put it here for the owner, the set-id bits or the further names of the source's file.
+                let is_trusted = self.tree.is_of_owner(stat.stx_uid, entry.owner);
+                if !is_newer && !is_trusted && self.tree.gives_owner() {
+                    return Answer::Send;
+                }
                 // A newer file keeps its attributes, and so does any file without the right to replace it.
                 let preserve = self.params.options.preserve && !is_newer && self.tree.may_replace().is_ok();
-                if !is_newer {
+                if !is_newer && is_trusted {
                     self.tree.remember_linkable(identity, &stat);
                 }
                 let changed = nanoseconds(stat.stx_ctime);

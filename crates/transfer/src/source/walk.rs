@@ -618,6 +618,7 @@ impl Walker {
             size: candidate.stat.st_size as u64,
             mtime: (candidate.stat.st_mtime, candidate.stat.st_mtime_nsec as u32),
             ctime: (candidate.stat.st_ctime, candidate.stat.st_ctime_nsec as u32),
+            owner: candidate.stat.st_uid,
             linked: candidate.linked,
         };
         let is_full = !self.offers.has_room(&entry);

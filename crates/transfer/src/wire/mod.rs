@@ -356,6 +356,8 @@ pub struct OfferEntry {
     pub mtime: (i64, u32),
     /// Its change time, seconds and nanoseconds.
     pub ctime: (i64, u32),
+    /// User number of its owner.
+    pub owner: u32,
     /// Another name of a file that was offered before. Nothing of it is sent: unless the entry there is newer, it becomes a hard link.
     pub linked: bool,
 }
@@ -656,7 +658,14 @@ mod tests {
             Control::Report(Report { path: b"p".to_vec(), kind: ReportKind::NotListed, message: "m".into() }),
             Control::Offer {
                 batch: 1,
-                entries: vec![OfferEntry { path: b"p".to_vec(), size: 1, mtime: (-1, 5), ctime: (7, 8), linked: true }],
+                entries: vec![OfferEntry {
+                    path: b"p".to_vec(),
+                    size: 1,
+                    mtime: (-1, 5),
+                    ctime: (7, 8),
+                    owner: 9,
+                    linked: true,
+                }],
             },
             Control::Verdict {
                 batch: 1,

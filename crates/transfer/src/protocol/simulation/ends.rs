@@ -107,6 +107,7 @@ impl SourceEnd {
                 size: content.len() as u64,
                 mtime: (*mtime, 0),
                 ctime: (*mtime, 0),
+                owner: 0,
                 linked: false,
             };
             self.offers.push(entry, file);

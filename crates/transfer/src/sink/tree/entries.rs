@@ -331,7 +331,7 @@ impl Tree {
 
     /// True if an equal link or special file may stay: it is this user's, or its owner is compared. Another owner could change it later.
     pub(crate) fn may_keep(&self, stat: &Stat) -> bool {
-        stat.st_uid == rustix::process::geteuid().as_raw() || self.keeps_owner() && self.privileged
+        stat.st_uid == rustix::process::geteuid().as_raw() || self.gives_owner()
     }
 
     /// # Errors
@@ -386,8 +386,11 @@ impl Tree {
         }
         if !self.is_linkable(identity, &before) {
             // It failed, or somebody has put another entry there.
-            let why = format!("not linked: {} is not the entry that this copy has put there", crate::escape(target));
-            return Err(io::Error::other(why));
+            let what = match before.stx_uid == rustix::process::geteuid().as_raw() {
+                true => "is not the entry that this copy has put there",
+                false => "is another user's here; a copy without -u replaces it",
+            };
+            return Err(io::Error::other(format!("not linked: {} {what}", crate::escape(target))));
         }
         if self.manner.named.is_source(path) && FileType::from_raw_mode(before.stx_mode.into()) == FileType::Symlink {
             // As a link that the source would send under this name.
