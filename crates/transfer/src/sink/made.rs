@@ -2,7 +2,7 @@
 
 use super::files::DISKS;
 use super::journal::Key;
-use rustix::fs::{Mode, OFlags, Statx};
+use rustix::fs::{FsWord, Mode, OFlags, Statx};
 use rustix::io::Errno;
 use std::collections::HashMap;
 use std::io;
@@ -77,13 +77,27 @@ pub(crate) struct MadeBefore {
 
 /// True for a file system of this host: its times come from the clock of [`Made::now`], and its entries keep their identities.
 pub(crate) fn is_local(dir: impl AsFd) -> bool {
-    rustix::fs::fstatfs(dir).is_ok_and(|found| found.f_type == libc::TMPFS_MAGIC || DISKS.contains(&found.f_type))
+    const IN_MEMORY_OR_STACKED: [FsWord; 2] = [libc::TMPFS_MAGIC, libc::OVERLAYFS_SUPER_MAGIC];
+    let is_one = |kind| IN_MEMORY_OR_STACKED.contains(&kind) || DISKS.contains(&kind);
+    rustix::fs::fstatfs(dir).is_ok_and(|found| is_one(found.f_type))
+}
+
+/// File systems whose times of birth come from another host or from a program (include/uapi/linux/magic.h, and those of the kernel's
+/// clients of SMB and Ceph): NFS, SMB, CIFS, SMB 2, 9P, Ceph, FUSE, AFS, Coda.
+const FOREIGN_CLOCKS: [FsWord; 9] =
+    [0x6969, 0x517b, 0xff53_4d42, 0xfe53_4d42, 0x0102_1997, 0x00c3_6400, 0x6573_5546, 0x5346_414f, 0x7375_7245];
+
+/// True if the entry may be one that was made in this directory since then, as far as times of birth can tell. Not all file systems keep
+/// the identity of an entry.
+pub(crate) fn may_be_born(dir: impl AsFd, identity: Identity, since: i64) -> bool {
+    let has_foreign_clock = || rustix::fs::fstatfs(dir).is_ok_and(|found| FOREIGN_CLOCKS.contains(&found.f_type));
+    identity.born == 0 || identity.born >= since - BIRTH_DELAY_MAX || has_foreign_clock()
 }
 
 /// True for an entry of this user that was born at this time of [`Made::now`] or later. A name can come to mean an older entry as soon
 /// as another one was made under it.
 pub(crate) fn is_new(identity: Identity, stat: &Statx, since: i64) -> bool {
-    // Where times of birth are not recorded, only the owner can change this one.
+    // Where times of birth are not recorded. Everybody who makes entries in a directory changes it, but only forwards to now.
     let born = if identity.born == 0 { nanoseconds(stat.stx_mtime) } else { identity.born };
     stat.stx_uid == rustix::process::geteuid().as_raw() && born >= since
 }

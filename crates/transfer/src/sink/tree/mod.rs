@@ -17,7 +17,7 @@ pub(crate) use names::{JOURNAL_PREFIX, JOURNAL_SUFFIX, OWN_AGE_MAX_S, is_own_nam
 use super::RootNames;
 use super::attributes::{Before, Shortcomings, Told, Trust, Unopened};
 use super::journal::{Journal, Key, key_of};
-use super::made::{Made, MadeBefore, is_local, is_new};
+use super::made::{Made, MadeBefore, is_local, is_new, may_be_born};
 use crate::wire::Meta;
 use durability::Changed;
 use identities::{Identities, States};
@@ -72,6 +72,8 @@ pub(crate) struct Tree {
     made_before: Mutex<HashMap<Key, Made>>,
     /// Links and special files made by earlier sessions of the job.
     entries_before: HashMap<Key, u64>,
+    /// When the session began, as [`Made::now`].
+    since: i64,
     /// A directory lacks attributes that a later attempt can give it.
     is_unsettled: AtomicBool,
     /// Records the directories that are made.
@@ -149,6 +151,7 @@ impl Tree {
             groups: thruway_fs::credentials::own_groups(),
             found: Identities::default(),
             linkable: Identities::default(),
+            since: Made::now(),
             volumes: Volumes::default(),
             changed: Mutex::default(),
             early: Mutex::default(),
@@ -317,10 +320,17 @@ impl Tree {
         Ok(is_it.then_some(Made::Done(identity.fingerprint())))
     }
 
-    /// True if an entry of this directory may count as one that was made since then. If the file system has a clock of its own, any entry
-    /// does for a source with the rights to read and to replace all entries.
+    /// True if an entry of this directory may count as one that was made since then. On a file system that may have a clock of its own, or
+    /// coarse times, more entries do for a source with the rights to read and to replace all entries.
     fn may_be_made(&self, dir: impl AsFd, (identity, stat): (Identity, &Statx), since: i64) -> bool {
-        is_new(identity, stat, since) || (self.has_all_rights() && !is_local(dir))
+        is_new(identity, stat, since)
+            || (self.has_all_rights() && !is_local(&dir) && may_be_born(&dir, identity, since))
+    }
+
+    /// True if this may be a directory of the session with another identity than before, which some file systems give their entries.
+    fn may_be_renumbered(&self, dir: &OwnedFd) -> io::Result<bool> {
+        let (identity, _) = Identity::of(dir, c"")?;
+        Ok(self.has_all_rights() && !is_local(dir) && may_be_born(dir, identity, self.since))
     }
 
     /// True if the source may read and replace whatever is there.
@@ -538,9 +548,13 @@ impl Tree {
         let dir = match made_dir {
             Some(dir) => dir,
             None if !may_change => return Ok(Shortcomings::default()),
-            // Some file systems in user space give their entries new identities.
-            None if made.is_none() || (self.has_all_rights() && !is_local(&self.root)) => self.open_to_write(path)?,
-            None => return Err(io::Error::other("another directory has its name now; attributes were not set")),
+            None => {
+                let dir = self.open_to_write(path)?;
+                if made.is_some() && !self.may_be_renumbered(&dir)? {
+                    return Err(io::Error::other("another directory has its name now; attributes were not set"));
+                }
+                dir
+            }
         };
         self.change(path);
         // The mode that it had is not to come back.
