@@ -471,7 +471,7 @@ impl Tree {
         self.make_writable(parent, place);
         let stat = rustix::fs::statat(&place.dir, &place.name, AtFlags::SYMLINK_NOFOLLOW)?;
         let kind = FileType::from_raw_mode(stat.st_mode);
-        if !matches!(kind, FileType::RegularFile | FileType::Symlink) {
+        if kind == FileType::Directory {
             // Other directories have been emptied by now.
             self.clear_way(place, &stat, special, linked)?;
             make(&place.dir, &place.name)?;
@@ -480,6 +480,7 @@ impl Tree {
         }
         self.may_replace()?;
         self.is_of_this_copy(place)?;
+        self.check_special(kind, special)?;
         Tree::check_disk(place)?;
         let temp = temp_name(&place.name, &[0x5a; 16], &crate::sink::journal::key_of(path));
         let _ = rustix::fs::unlinkat(&place.dir, &temp, AtFlags::empty());
