@@ -514,9 +514,13 @@ impl Tree {
         Ok(())
     }
 
-    /// Sets the permissions of directories without records. Returns those that failed.
+    /// Sets the permissions of directories without records. Returns those that failed. After the record of a directory has failed, these
+    /// keep the mode 0700: that record was perhaps for one of them.
     pub(crate) fn finish_early(&self) -> Vec<(Vec<u8>, io::Error)> {
         let early = std::mem::take(&mut *self.early.lock().expect("no panics under the lock"));
+        if self.is_unsettled.load(Ordering::Relaxed) {
+            return Vec::new();
+        }
         let paths = early.paths.into_iter().map(|(path, early)| (path, early.made));
         let set = |(path, made): (Vec<u8>, Made)| {
             let dir = self.open_made(&path, made);
