@@ -137,6 +137,10 @@ impl Unopened {
         rustix::fs::chownat(&self.fd, c"", Some(uid), Some(gid), AtFlags::EMPTY_PATH)
     }
 
+    pub(super) fn give_to_group(&self, gid: u32) -> rustix::io::Result<()> {
+        rustix::fs::chownat(&self.fd, c"", None, Some(rustix::fs::Gid::from_raw(gid)), AtFlags::EMPTY_PATH)
+    }
+
     fn set_times(&self, times: &Timestamps) -> rustix::io::Result<()> {
         rustix::fs::utimensat(CWD, self.path(), times, AtFlags::empty())
     }

@@ -39,8 +39,8 @@ pub(crate) struct Finished {
     pub(crate) identity: Identity,
     /// Not all of its attributes could be kept.
     pub(crate) lacking: bool,
-    /// It gets the permissions of the file that it replaces.
-    pub(crate) replacing: bool,
+    /// It gets the permissions of the file that it replaces or, if that one is gone, those of a new file with this mode.
+    pub(crate) replacing: Option<u32>,
     pub(crate) content: Content,
 }
 

@@ -579,7 +579,7 @@ impl Files {
         let version = version_of(meta);
         let (parent, name) = (parent.to_vec(), place.name.clone());
         let content = self.committer.keep(file, open_files);
-        let replacing = *before == Before::Replacing;
+        let replacing = (*before == Before::Replacing).then_some(meta.mode);
         Ok(Finished { parent, name, temp, path: path.to_vec(), key, version, identity, lacking, replacing, content })
     }
 
@@ -889,7 +889,7 @@ impl Files {
             version: file.version,
             identity: file.identity,
             lacking,
-            replacing: file.before == Before::Replacing,
+            replacing: (file.before == Before::Replacing).then_some(file.meta.mode),
             content: Content::Open(Arc::clone(&file.file) as Arc<_>),
         }]);
     }

@@ -11,7 +11,7 @@ use rustix::fs::{AtFlags, FileType, Mode, OFlags, RenameFlags, ResolveFlags, Sta
 use rustix::io::Errno;
 use std::ffi::{CStr, CString};
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use thruway_fs::beneath::{self, Links, split};
@@ -494,7 +494,7 @@ impl Tree {
     }
 
     /// Gives a finished file its name, and returns the change time of its inode. `replacing`: without `-p`, it gets the permissions of the
-    /// file that it replaces.
+    /// file that it replaces or, if there is none any more, those of a new file with this mode.
     ///
     /// # Errors
     /// Also if what is in the way may not be replaced, or if what has the temporary name is not that file.
@@ -503,7 +503,7 @@ impl Tree {
         parent: &[u8],
         place: &Place,
         (temp, identity): (&CStr, Identity),
-        replacing: bool,
+        replacing: Option<u32>,
     ) -> io::Result<i64> {
         self.change(parent);
         let Place { dir, name } = place;
@@ -513,12 +513,15 @@ impl Tree {
             return Err(io::Error::other("its temporary file was replaced by another"));
         }
         let rename = || rustix::fs::renameat_with(dir, temp, dir, name, RenameFlags::NOREPLACE);
+        let mut mode = replacing;
         match self.writing(parent, rename) {
             Ok(()) => {}
             Err(Errno::EXIST | Errno::INVAL | Errno::NOSYS) => {
                 match rustix::fs::statat(dir, name, AtFlags::SYMLINK_NOFOLLOW) {
                     Ok(stat) => {
-                        self.make_way(place, &file, &stat, replacing)?;
+                        if self.make_way(place, &file, &stat, replacing.is_some())? {
+                            mode = None;
+                        }
                         rustix::fs::renameat(dir, temp, dir, name)?;
                     }
                     Err(Errno::NOENT) if self.manner.replace => rustix::fs::renameat(dir, temp, dir, name)?,
@@ -532,6 +535,9 @@ impl Tree {
             }
             Err(e) => return Err(e.into()),
         }
+        if let Some(mode) = mode {
+            self.set_new_permissions(dir.as_fd(), &file, mode)?;
+        }
         let (placed, stat) = Identity::of(dir, name)?;
         if placed != identity {
             return Err(io::Error::other("something else took its name in the same moment"));
@@ -542,9 +548,9 @@ impl Tree {
         Ok(nanoseconds(stat.stx_ctime))
     }
 
-    /// Prepares for a file to take the place of another: without `preserve` it keeps whose that was
-    /// and who could read it.
-    fn make_way(&self, place: &Place, file: &Unopened, stat: &Stat, replacing: bool) -> io::Result<()> {
+    /// Prepares for a file to take the place of another: without `preserve` it gets owner and permissions of that, as far as this user can
+    /// give them. False if it does not get them.
+    fn make_way(&self, place: &Place, file: &Unopened, stat: &Stat, replacing: bool) -> io::Result<bool> {
         self.may_replace()?;
         self.is_of_this_copy(place)?;
         Tree::check_disk(place)?;
@@ -553,25 +559,42 @@ impl Tree {
                 self.changed().many = true;
                 let open = self.volumes.any_by_file().then(|| file.open_whatever_it_may()).transpose()?;
                 let old = Unopened::look(&place.dir, &place.name)?;
-                if FileType::from_raw_mode(old.stat.st_mode).is_file() && self.gives_permissions(&place.dir, &old.stat)
-                {
-                    if self.privileged {
-                        match file.chown(old.stat.st_uid, old.stat.st_gid) {
-                            // This user namespace has no such owner.
-                            Ok(()) | Err(Errno::INVAL) => {}
-                            Err(e) => return Err(e.into()),
-                        }
-                    }
+                let gives = FileType::from_raw_mode(old.stat.st_mode).is_file()
+                    && self.gives_permissions(&place.dir, &old.stat);
+                if gives {
+                    let given = match self.privileged {
+                        true => file.chown(old.stat.st_uid, old.stat.st_gid),
+                        false if file.stat.st_gid == old.stat.st_gid => Ok(()),
+                        false => file.give_to_group(old.stat.st_gid),
+                    };
+                    let mode = match given {
+                        Ok(()) => old.stat.st_mode,
+                        // This user namespace has no such owner, or the user is not in the group: another group gets no rights.
+                        Err(Errno::INVAL | Errno::PERM) => old.stat.st_mode & !0o070,
+                        Err(e) => return Err(e.into()),
+                    };
                     // Before the mode, which gives rights to users in an inherited list.
-                    thruway_fs::xattr::copy_acl(old.as_fd(), old.stat.st_mode, file.as_fd())?;
-                    file.chmod(old.stat.st_mode & 0o1777)?;
+                    thruway_fs::xattr::copy_acl(old.as_fd(), mode, file.as_fd())?;
+                    file.chmod(mode & 0o1777)?;
                 }
                 open.iter().for_each(|open| self.sync_if_by_file(open));
-                Ok(())
+                return Ok(gives);
             }
-            FileType::RegularFile => Ok(()),
-            FileType::Symlink => self.check_link(place),
-            _ => self.clear_way(place, stat, false, true),
+            FileType::RegularFile => {}
+            FileType::Symlink => self.check_link(place)?,
+            FileType::Directory => self.clear_way(place, stat, false, true)?,
+            other => self.check_special(other, false)?,
+        }
+        Ok(false)
+    }
+
+    /// Gives a file without `preserve` the permissions of a new file with this mode.
+    fn set_new_permissions(&self, dir: BorrowedFd<'_>, file: &Unopened, mode: u32) -> io::Result<()> {
+        match thruway_fs::xattr::default_acl(dir)? {
+            Some(list) => {
+                thruway_fs::xattr::write(file.as_fd(), ACCESS_ACL.to_bytes(), &list.limited(mode & 0o777).encode())
+            }
+            None => Ok(file.chmod(mode & 0o777 & !self.umask)?),
         }
     }
 }

@@ -92,7 +92,7 @@ fn missing_parents_are_made_and_types_change_as_in_a_mirror() {
         let identity = file(dir.path(), ".temp", 0o644);
         let tree = with(delete);
         let place = tree.place(name.as_bytes()).unwrap();
-        tree.put_in_place(b"", &place, (c".temp", identity), true)
+        tree.put_in_place(b"", &place, (c".temp", identity), Some(0o644))
     };
     put(false, "file").unwrap();
     assert!(dir.path().join("file").is_file(), "an empty directory gives way to a file");
@@ -103,7 +103,10 @@ fn missing_parents_are_made_and_types_change_as_in_a_mirror() {
     file(dir.path(), ".temp2", 0o644);
     let tree = with(false);
     let place = tree.place(b"new").unwrap();
-    assert!(tree.put_in_place(b"", &place, (c".temp2", identity), true).is_err(), "not the file that was written");
+    assert!(
+        tree.put_in_place(b"", &place, (c".temp2", identity), Some(0o644)).is_err(),
+        "not the file that was written"
+    );
     assert!(!dir.path().join("new").exists());
 }
 
@@ -116,7 +119,7 @@ fn without_preserve_what_is_there_keeps_its_permissions() {
     let tree = tree_with(dir.path(), false, false, Trust::Operator);
     let identity = file(dir.path(), ".temp", 0o644);
     let place = tree.place(b"secret").unwrap();
-    tree.put_in_place(b"", &place, (c".temp", identity), true).unwrap();
+    tree.put_in_place(b"", &place, (c".temp", identity), Some(0o644)).unwrap();
     let mode = |name: &str| fs::metadata(dir.path().join(name)).unwrap().mode() & 0o7777;
     assert_eq!(mode("secret"), 0o600);
     assert_eq!(fs::read(dir.path().join("secret")).unwrap(), b".temp");
@@ -270,7 +273,7 @@ fn what_somebody_swaps_in_gets_neither_name_nor_attributes() {
         assert_eq!((now.mode(), now.uid(), now.mtime()), (before.mode(), before.uid(), before.mtime()));
     };
     let tree = tree_with(&root, false, false, Trust::Operator);
-    let put = |identity| tree.put_in_place(b"", &tree.find(b"f").unwrap(), (c"temp", identity), true);
+    let put = |identity| tree.put_in_place(b"", &tree.find(b"f").unwrap(), (c"temp", identity), Some(0o644));
     fs::write(root.join("f"), "what was there").unwrap();
     fs::set_permissions(root.join("f"), fs::Permissions::from_mode(0o666)).unwrap();
     // A link where the temporary file was; another file; the same file with a second name.
@@ -313,7 +316,7 @@ fn one_entry_of_a_copy_does_not_take_the_place_of_another() {
         let identity = file(dir.path(), "temp", 0o644);
         fs::write(dir.path().join("temp"), content).unwrap();
         let place = Place { dir: Arc::clone(&tree.root), name: name.into() };
-        tree.put_in_place(b"", &place, (c"temp", identity), true)
+        tree.put_in_place(b"", &place, (c"temp", identity), Some(0o644))
     };
     fs::write(dir.path().join("f"), "old").unwrap();
     put(c"f", "first").unwrap();
@@ -337,7 +340,7 @@ fn what_came_with_a_copy_is_not_removed_by_it() {
     let dir = tempfile::tempdir().unwrap();
     let tree = tree(dir.path());
     let identity = file(dir.path(), "temp", 0o644);
-    tree.put_in_place(b"", &tree.find(b"Readme").unwrap(), (c"temp", identity), true).unwrap();
+    tree.put_in_place(b"", &tree.find(b"Readme").unwrap(), (c"temp", identity), Some(0o644)).unwrap();
     fs::write(dir.path().join("old"), "").unwrap();
     let keep = HashSet::from([b"README".to_vec()]);
     let removed = tree
@@ -502,7 +505,7 @@ fn a_file_does_not_take_the_place_of_a_directory_that_was_made_for_another_file(
     tree.place(b"d/file").unwrap();
     // As where names that differ in case are one.
     let identity = file(dir.path(), "temp", 0o644);
-    let error = tree.put_in_place(b"", &tree.find(b"d").unwrap(), (c"temp", identity), true).unwrap_err();
+    let error = tree.put_in_place(b"", &tree.find(b"d").unwrap(), (c"temp", identity), Some(0o644)).unwrap_err();
     assert!(error.to_string().contains("another entry of this copy"), "{error}");
 }
 
@@ -537,7 +540,7 @@ fn a_source_without_rights_links_only_to_files_of_its_own_job() {
         assert_eq!(tree.link(b"piped", b"pipe").is_ok(), replace, "{replace} {readable}");
         assert_eq!(mode_of(&dir.path().join("pipe")), if replace { 0o666 } else { 0o600 });
         let identity = file(dir.path(), "temp", 0o644);
-        tree.put_in_place(b"", &tree.find(b"own").unwrap(), (c"temp", identity), true).unwrap();
+        tree.put_in_place(b"", &tree.find(b"own").unwrap(), (c"temp", identity), Some(0o644)).unwrap();
         tree.link(b"second", b"own").unwrap();
         tree.link(b"third", b"second").unwrap();
         assert_eq!(fs::metadata(dir.path().join("third")).unwrap().nlink(), 3);
@@ -769,7 +772,7 @@ fn nothing_is_cleared_when_the_session_is_over() {
     fs::write(dir.path().join("d/precious"), "").unwrap();
     let identity = file(dir.path(), ".temp", 0o644);
     tree.over.store(true, std::sync::atomic::Ordering::SeqCst);
-    assert!(tree.put_in_place(b"", &tree.find(b"d").unwrap(), (c".temp", identity), true).is_err());
+    assert!(tree.put_in_place(b"", &tree.find(b"d").unwrap(), (c".temp", identity), Some(0o644)).is_err());
     assert!(dir.path().join("d/precious").exists());
 }
 
@@ -797,4 +800,67 @@ fn an_older_entry_under_the_name_of_a_new_one_gives_no_rights() {
     assert!(!short.is_none() && modified() != 1);
     tree.symlink(b"own", b"t", &meta).unwrap();
     assert_eq!(fs::symlink_metadata(dir.path().join("own")).unwrap().mtime(), 1);
+}
+
+#[test]
+fn a_new_file_gets_its_mode_although_it_was_to_replace_another() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut tree = tree_with(dir.path(), false, false, Trust::Operator);
+    tree.umask = 0o027;
+    // The file that gives permissions is removed during the copy, or somebody puts another into a directory for all users.
+    for (name, has_other) in [("gone", false), ("sticky/other", true)] {
+        let path = dir.path().join(name);
+        let parent = path.parent().unwrap();
+        fs::create_dir_all(parent).unwrap();
+        if has_other {
+            fs::set_permissions(parent, fs::Permissions::from_mode(0o1777)).unwrap();
+            file(parent, "other", 0o666);
+            std::os::unix::fs::chown(&path, Some(65534), Some(65534)).unwrap();
+        }
+        let identity = file(parent, ".temp", 0o600);
+        let place = tree.place(name.as_bytes()).unwrap();
+        let (above, _) = split(name.as_bytes());
+        tree.put_in_place(above, &place, (c".temp", identity), Some(0o100_664)).unwrap();
+        assert_eq!((mode_of(&path), fs::metadata(&path).unwrap().uid()), (0o640, 0), "{name}");
+    }
+}
+
+/// A file system that is unmounted when dropped.
+struct Mounted<'a>(&'a Path);
+
+impl Drop for Mounted<'_> {
+    fn drop(&mut self) {
+        assert!(std::process::Command::new("umount").arg(self.0).status().unwrap().success());
+    }
+}
+
+#[test]
+fn exchanged_directories_get_no_attributes_on_overlays_either() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = |name: &str| dir.path().join(name);
+    for name in ["plain", "lower", "upper", "work", "merged"] {
+        fs::create_dir(path(name)).unwrap();
+    }
+    let layers = ["lower", "upper", "work"].map(|name| format!("{name}dir={}", path(name).display())).join(",");
+    let merged = path("merged");
+    let mut mount = std::process::Command::new("mount");
+    mount.args(["-t", "overlay", "overlay", "-o", &layers]).arg(&merged);
+    assert!(mount.status().unwrap().success(), "an overlay can be mounted");
+    let _mounted = Mounted(&merged);
+    for root in [&path("plain"), &merged] {
+        fs::create_dir(root.join("private")).unwrap();
+        fs::set_permissions(root.join("private"), fs::Permissions::from_mode(0o700)).unwrap();
+        let tree = tree(root);
+        let meta = Meta { mode: 0o040_777, ..Meta::default() };
+        let mut made = Vec::new();
+        for name in ["kept", "exchanged"] {
+            made.push(tree.make_directory(name.as_bytes(), &meta).unwrap().unwrap());
+        }
+        fs::rename(root.join("exchanged"), root.join("away")).unwrap();
+        fs::rename(root.join("private"), root.join("exchanged")).unwrap();
+        tree.finish_directory(b"kept", &meta, Some(made[0])).unwrap();
+        let error = tree.finish_directory(b"exchanged", &meta, Some(made[1])).unwrap_err();
+        assert!(error.to_string().contains("another directory"), "{error}");
+        assert_eq!((mode_of(&root.join("kept")), mode_of(&root.join("exchanged"))), (0o777, 0o700));
+    }
 }
