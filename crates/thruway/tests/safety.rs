@@ -2381,3 +2381,174 @@ fn the_destination_of_contents_is_as_private_as_their_directory() {
         assert_eq!(mode_of(served.join(at)) & 0o700, 0o700, "{at}");
     }
 }
+
+/// Runs `thruway cp`, and kills it at the first renaming of a file.
+fn cp_until_rename(lab: &Lab, command: &mut Command, list: &[OsString]) {
+    command.args(["strace", "-f", "-qq", "-o", "/dev/null", "-e", "trace=renameat2"]);
+    command.args(["-e", "inject=renameat2:signal=KILL:when=1"]).arg(lab.program_for_all()).arg("cp").args(list);
+    let out = command.env("XDG_CONFIG_HOME", lab.dir.path()).env("HOME", lab.dir.path()).output().unwrap();
+    assert!(!out.status.success(), "{}", stderr(&out));
+}
+
+/// Gives all of a lab to a user without rights.
+fn give_to_nobody(lab: &Lab) {
+    let given = Command::new("chown").args(["-R", "-h", "65534:65534"]).arg(lab.dir.path()).status().unwrap();
+    assert!(given.success());
+}
+
+/// A command as a user without rights.
+fn as_nobody(lab: &Lab) -> Command {
+    let mut command = Command::new("setpriv");
+    command.args(["--reuid=65534", "--regid=65534", "--clear-groups"]);
+    command.env("XDG_CONFIG_HOME", lab.dir.path()).env("HOME", lab.dir.path()).stdin(Stdio::null());
+    command
+}
+
+#[test]
+fn existing_directories_lose_rights_before_entries_come() {
+    let lab = Lab::new();
+    let (source, target) = (lab.mkdir("source"), lab.mkdir("target"));
+    for (name, in_source, in_target) in [("private", 0o700, 0o755), ("other", 0o755, 0o2777), ("list", 0o750, 0o750)] {
+        write(source.join(name).join("file"), "content");
+        fs::create_dir(target.join(name)).unwrap();
+        mode(source.join(name), in_source);
+        mode(target.join(name), in_target);
+    }
+    mode(&source, 0o700);
+    std::os::unix::fs::chown(target.join("other"), Some(1234), Some(5678)).unwrap();
+    let list = "u::rwx,u:1234:rwx,g::r-x,m::rwx,o::---";
+    let set = Command::new("setfacl").args(["-m", list]).arg(target.join("list")).status().unwrap();
+    assert!(set.success());
+    let list = args(&[&"-a", &slash(&source), &target]);
+    cp_until_rename(&lab, &mut Command::new("env"), &list);
+    let owner = |name: &str| fs::metadata(target.join(name)).map(|meta| (meta.uid(), meta.gid())).unwrap();
+    assert_eq!((mode_of(&target), mode_of(target.join("private"))), (0o700, 0o700));
+    assert_eq!((mode_of(target.join("other")), owner("other")), (0o2755, (0, 0)));
+    // No rights for the user in the list.
+    assert_eq!(mode_of(target.join("list")), 0o700);
+    cp(&lab, &list);
+    assert_same(&source, &target, Compare::Everything);
+}
+
+#[test]
+fn files_of_others_get_no_owner_or_set_id_bits() {
+    let lab = Lab::new();
+    let (source, target) = (lab.mkdir("source"), lab.mkdir("target"));
+    let time = 1_700_000_000;
+    for name in ["a/tool", "z/tool"] {
+        fs::create_dir_all(target.join(name).parent().unwrap()).unwrap();
+    }
+    write(source.join("a/tool"), "good");
+    mode(source.join("a/tool"), 0o4755);
+    set_modified(&source.join("a/tool"), time);
+    fs::create_dir(source.join("z")).unwrap();
+    fs::hard_link(source.join("a/tool"), source.join("z/tool")).unwrap();
+    write(source.join("theirs"), "same");
+    std::os::unix::fs::chown(source.join("theirs"), Some(NOBODY), Some(NOBODY)).unwrap();
+    mode(target.join("a"), 0o1777);
+    for (name, content) in [("a/tool", "evil"), ("theirs", "own!")] {
+        write(target.join(name), content);
+        std::os::unix::fs::chown(target.join(name), Some(NOBODY), Some(NOBODY)).unwrap();
+        set_modified(&source.join(name), time);
+        set_modified(&target.join(name), time);
+    }
+    cp(&lab, &args(&[&"-au", &slash(&source), &target]));
+    for name in ["a/tool", "z/tool"] {
+        let meta = fs::metadata(target.join(name)).unwrap();
+        assert_eq!((fs::read_to_string(target.join(name)).unwrap(), meta.uid()), ("good".into(), 0), "{name}");
+        assert_eq!(mode_of(target.join(name)), 0o4755, "{name}");
+    }
+    // The owner is the same: -u compares size and time.
+    assert_eq!(fs::read_to_string(target.join("theirs")).unwrap(), "own!");
+}
+
+#[test]
+fn a_group_that_a_file_cannot_keep_gives_its_rights_to_no_other() {
+    let lab = Lab::new();
+    let dir = lab.mkdir("dir");
+    write(dir.join("new"), "new");
+    let program = lab.program_for_all();
+    for (groups, expected) in [("--groups=2000", (0o660, 2000)), ("--clear-groups", (0o600, NOBODY))] {
+        let file = dir.join("file");
+        write(&file, "old");
+        give_to_nobody(&lab);
+        std::os::unix::fs::chown(&file, None, Some(2000)).unwrap();
+        mode(&file, 0o660);
+        let mut command = Command::new("setpriv");
+        command.args(["--reuid=65534", "--regid=65534", groups]).arg(&program).arg("cp").arg(dir.join("new"));
+        command.arg(&file).env("XDG_CONFIG_HOME", lab.dir.path()).env("HOME", lab.dir.path());
+        assert!(command.status().unwrap().success());
+        assert_eq!(fs::read_to_string(&file).unwrap(), "new");
+        assert_eq!((mode_of(&file), fs::metadata(&file).unwrap().gid()), expected, "{groups}");
+    }
+}
+
+#[test]
+fn read_only_entries_of_a_user_are_updated() {
+    let lab = Lab::new();
+    let (source, target) = (lab.mkdir("source"), lab.path("target"));
+    let attribute = |value: &str| {
+        for name in ["dir", "file"] {
+            let mut set = Command::new("setfattr");
+            assert!(set.args(["-n", "user.k", "-v", value]).arg(source.join(name)).status().unwrap().success());
+        }
+    };
+    write(source.join("dir/link"), "content");
+    fs::hard_link(source.join("dir/link"), source.join("other")).unwrap();
+    symlink("here", source.join("dir/symlink")).unwrap();
+    write(source.join("file"), "");
+    attribute("1");
+    mode(source.join("file"), 0o444);
+    mode(source.join("dir"), 0o555);
+    let copy = |options: &[&str]| {
+        give_to_nobody(&lab);
+        let mut command = as_nobody(&lab);
+        command.arg(lab.program_for_all()).arg("cp").args(options).args([slash(&source), target.clone().into()]);
+        let out = command.output().unwrap();
+        assert!(out.status.success(), "{}", stderr(&out));
+        assert_same(&source, &target, Compare::Everything);
+    };
+    copy(&["-a"]);
+    // Names that exist in a read-only directory, one of them as another file.
+    fs::remove_file(target.join("dir/link")).unwrap();
+    write(target.join("dir/link"), "content");
+    fs::remove_file(target.join("dir/symlink")).unwrap();
+    symlink("elsewhere", target.join("dir/symlink")).unwrap();
+    copy(&["-a"]);
+    attribute("2");
+    copy(&["-au"]);
+    let read = |name: &str| {
+        let mut value = [0; 8];
+        let len = rustix::fs::getxattr(target.join(name), "user.k", &mut value[..]).unwrap();
+        value[..len].to_vec()
+    };
+    assert_eq!((read("dir"), read("file")), (b"2".to_vec(), b"2".to_vec()));
+    // Of another type: what is there cannot even be listed.
+    fs::remove_file(source.join("file")).unwrap();
+    fs::create_dir(source.join("file")).unwrap();
+    mode(source.join("dir"), 0o755);
+    fs::remove_file(source.join("dir/symlink")).unwrap();
+    write(target.join("closed/inner/file"), "");
+    write(source.join("closed"), "now a file");
+    mode(target.join("closed/inner"), 0);
+    copy(&["-a", "--delete"]);
+}
+
+#[test]
+fn an_interrupted_copy_of_a_read_only_file_resumes() {
+    let lab = Lab::new();
+    let (source, target) = (lab.mkdir("source"), lab.mkdir("target"));
+    fs::write(source.join("pack"), noise(3 << 20, 1)).unwrap();
+    for options in ["-a", "-r"] {
+        mode(source.join("pack"), 0o400);
+        let list = args(&[&options, &slash(&source), &target]);
+        give_to_nobody(&lab);
+        cp_until_rename(&lab, &mut as_nobody(&lab), &list);
+        assert_eq!(names(&target).len(), 1, "a temporary file");
+        let out = as_nobody(&lab).arg(lab.program_for_all()).args(["cp", "--json"]).args(&list).output().unwrap();
+        assert!(out.status.success(), "{}", stderr(&out));
+        assert!(parse(&out)["resumed_bytes"].as_u64().unwrap() > 0, "{options} {}", parse(&out));
+        assert_eq!((names(&target), mode_of(target.join("pack"))), (vec!["pack".to_string()], 0o400));
+        fs::remove_file(target.join("pack")).unwrap();
+    }
+}

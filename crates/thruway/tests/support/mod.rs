@@ -39,7 +39,7 @@ impl Lab {
     /// The program where every user can run it who can look in here.
     pub(crate) fn program_for_all(&self) -> PathBuf {
         let here = self.path("thruway");
-        if fs::hard_link(THRUWAY, &here).is_err() {
+        if !here.exists() && fs::hard_link(THRUWAY, &here).is_err() {
             fs::copy(THRUWAY, &here).unwrap();
         }
         here
