@@ -21,6 +21,7 @@ cargo xtask TASK
   loom          what threads share in the fabric, in every order in which they can do it
   miri          tests of what does no input or output, under Miri (a quarter of an hour; needs a nightly toolchain)
   soak MINUTES  disks in use while the daemon is killed again and again, and programs on disks that fail, from new seeds
+  soak-copies MINUTES  random trees copied in every direction, with kills and failing system calls, from new seeds
   soak-sockets MINUTES  random calls on accelerated sockets, compared with TCP, and hostile peers, from new seeds
   programs      PostgreSQL, memcached, redis, nginx, HAProxy, PHP-FPM, Java, Erlang and others by `thruway run`, beside the same on TCP
   soak-nfs MINUTES  files in use by Linux's NFS clients while the server is killed again and again, in a guest, from a new seed
@@ -92,6 +93,7 @@ fn main() -> ExitCode {
         ["install-extended", prefix] => extended::install(prefix),
         ["soak", minutes] => soak(minutes),
         ["programs", rest @ ..] => setup().and_then(|()| programs(rest)),
+        ["soak-copies", minutes] => soak_copies(minutes),
         ["soak-sockets", minutes] => soak_sockets(minutes),
         ["soak-nfs", minutes] => setup().and_then(|()| soak_nfs(minutes)),
         ["replay", points] => setup().and_then(|()| vm::replay(points)),
@@ -415,6 +417,21 @@ fn soak(minutes: &str) -> Result<(), String> {
     // Some sixty a minute, and none of an earlier run's.
     let first = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |now| now.as_secs());
     test("failing_disks", &[("THRUWAY_SEEDS", &format!("{first}..{}", first + minutes * 20))])
+}
+
+/// Copies of random trees, some thousand in ten minutes.
+fn soak_copies(minutes: &str) -> Result<(), String> {
+    let minutes: u64 = minutes.parse().map_err(|e| format!("soak-copies {minutes}: {e}"))?;
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |now| now.as_secs());
+    let begin = Instant::now();
+    let mut first = now * 1000;
+    while begin.elapsed().as_secs() < minutes * 60 {
+        let range = format!("{first}..{}", first + 100);
+        let test = ["test", "--quiet", "-p", "thruway", "--test", "random_trees"];
+        run_with(&format!("trees {range}"), "cargo", &test, &[("THRUWAY_SEEDS", &range)])?;
+        first += 100;
+    }
+    Ok(())
 }
 
 /// Alternates between two tests of accelerated sockets. The first compares random sequences of calls with the same calls on TCP, some

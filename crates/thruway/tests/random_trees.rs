@@ -1,0 +1,755 @@
+//! Copies of random trees onto random trees, with random options and in every direction, compared with a model of the options.
+//!
+//! Some copies are killed at a random system call of either end, or get an error there, and are then repeated. At that moment
+//! every name has its old or its new content, and no new entry gives others more access than its source does.
+//!
+//! `THRUWAY_SEEDS=FIRST..LAST` runs other seeds than the few that always run, `THRUWAY_KEEP=DIR` copies the trees of a failure there.
+
+mod support;
+
+use fastrand::Rng;
+use rustix::fs::{AtFlags, CWD, FileType, Mode, Timespec, Timestamps, XattrFlags, makedev};
+use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::{OsStr, OsString};
+use std::fs;
+use std::ops::Range;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt, lchown, symlink};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+use std::time::SystemTime;
+use support::*;
+use thruway_fs::acl::{Acl, Entry as Right, Who};
+
+/// Names of entries, one of which is not UTF-8, and two of which look like patterns.
+const NAMES: [&[u8]; 8] = [b"a", b"b", b"c", b"d", b"e f", b"\xff", b"[b]", b"*"];
+
+/// The modes of files and of directories. A directory of the user who copies must be open to this user.
+const FILE_MODES: [u32; 7] = [0o600, 0o644, 0o755, 0o444, 0o4755, 0o2750, 0o400];
+const DIRECTORY_MODES: [u32; 5] = [0o700, 0o755, 0o500, 0o2755, 0o1777];
+
+/// The system calls that a copy changes files with, or that it waits for before it goes on.
+const CALLS: [&str; 20] = [
+    "openat",
+    "renameat2",
+    "renameat",
+    "linkat",
+    "unlinkat",
+    "mkdirat",
+    "fchmod",
+    "fchmodat",
+    "fchownat",
+    "fchown",
+    "utimensat",
+    "fsync",
+    "fdatasync",
+    "symlinkat",
+    "mknodat",
+    "fsetxattr",
+    "ftruncate",
+    "fallocate",
+    "getdents64",
+    "flock",
+];
+
+fn seeds(usual: Range<u64>) -> Range<u64> {
+    let Ok(given) = std::env::var("THRUWAY_SEEDS") else { return usual };
+    let (first, last) = given.split_once("..").expect("THRUWAY_SEEDS=FIRST..LAST");
+    first.parse().unwrap()..last.parse().unwrap()
+}
+
+/// One entry of a tree.
+#[derive(Clone, Debug, PartialEq)]
+struct Entry {
+    kind: FileType,
+    /// Hash of a file's bytes, target of a link, number of a device.
+    content: Vec<u8>,
+    size: u64,
+    kept: Kept,
+    /// Device, number and time of birth, which entries with several names share.
+    identity: Identity,
+    changed: (i64, i64),
+}
+
+/// What `-p` keeps.
+#[derive(Clone, Debug, PartialEq)]
+struct Kept {
+    mode: u32,
+    owner: (u32, u32),
+    modified: (i64, i64),
+    attributes: BTreeMap<OsString, Vec<u8>>,
+}
+
+type Identity = (u64, u64, SystemTime);
+
+/// Entries by their path below the root, whose own path is empty.
+type Tree = BTreeMap<PathBuf, Entry>;
+
+fn entry(path: &Path) -> Entry {
+    let meta = fs::symlink_metadata(path).unwrap();
+    let kind = meta.file_type();
+    let content = if kind.is_symlink() {
+        fs::read_link(path).unwrap().as_os_str().as_bytes().to_vec()
+    } else if kind.is_file() {
+        blake3::hash(&fs::read(path).unwrap()).as_bytes().to_vec()
+    } else if kind.is_char_device() || kind.is_block_device() {
+        meta.rdev().to_le_bytes().to_vec()
+    } else {
+        Vec::new()
+    };
+    let mut names = vec![0; 4096];
+    let used = rustix::fs::llistxattr(path, &mut names[..]).unwrap();
+    let value = |name: &[u8]| {
+        let mut value = vec![0; 4096];
+        let used = rustix::fs::lgetxattr(path, name, &mut value[..]).unwrap();
+        (OsStr::from_bytes(name).to_os_string(), value[..used].to_vec())
+    };
+    let attributes = names[..used].split(|byte| *byte == 0).filter(|name| !name.is_empty()).map(value).collect();
+    Entry {
+        kind: FileType::from_raw_mode(meta.mode()),
+        content,
+        size: if kind.is_file() { meta.len() } else { 0 },
+        kept: Kept {
+            mode: meta.mode() & 0o7777,
+            owner: (meta.uid(), meta.gid()),
+            modified: (meta.mtime(), meta.mtime_nsec()),
+            attributes,
+        },
+        identity: (meta.dev(), meta.ino(), meta.created().unwrap()),
+        changed: (meta.ctime(), meta.ctime_nsec()),
+    }
+}
+
+fn tree(root: &Path) -> Tree {
+    let mut tree = Tree::new();
+    let mut todo = vec![PathBuf::new()];
+    while let Some(path) = todo.pop() {
+        if fs::symlink_metadata(root.join(&path)).is_err() {
+            assert_eq!(path, Path::new(""), "only the root can be absent");
+            continue;
+        }
+        let found = entry(&root.join(&path));
+        if found.kind == FileType::Directory {
+            todo.extend(fs::read_dir(root.join(&path)).unwrap().map(|entry| path.join(entry.unwrap().file_name())));
+        }
+        tree.insert(path, found);
+    }
+    tree
+}
+
+/// Sets of names that stand for one entry.
+fn links(tree: &Tree) -> BTreeSet<BTreeSet<PathBuf>> {
+    let mut names: BTreeMap<Identity, BTreeSet<PathBuf>> = BTreeMap::new();
+    for (path, entry) in tree.iter().filter(|(_, entry)| entry.kind != FileType::Directory) {
+        names.entry(entry.identity).or_default().insert(path.clone());
+    }
+    names.into_values().collect()
+}
+
+/// Makes random trees.
+struct Maker<'a> {
+    random: &'a mut Rng,
+    /// A directory that no copy may change.
+    outside: &'a Path,
+    /// Whether entries have other owners than the user who runs the test.
+    owners: bool,
+    destination: bool,
+    files: Vec<PathBuf>,
+}
+
+impl Maker<'_> {
+    fn one_in(&mut self, n: u32) -> bool {
+        self.random.u32(..n) == 0
+    }
+
+    fn fill(&mut self, dir: &Path, depth: u32) {
+        fs::create_dir_all(dir).unwrap();
+        for name in NAMES {
+            if self.random.u32(..10) < 5 {
+                continue;
+            }
+            let path = dir.join(OsStr::from_bytes(name));
+            match self.random.u32(..100) {
+                0..25 if depth < 3 => self.fill(&path, depth + 1),
+                25..32 => {
+                    let outside = [self.outside.join("file"), self.outside.to_path_buf()];
+                    let targets = ["a".into(), "b".into(), "../a".into(), outside[0].clone(), outside[1].clone()];
+                    symlink(self.random.choice(&targets).unwrap(), &path).unwrap();
+                }
+                32..36 => rustix::fs::mknodat(CWD, &path, FileType::Fifo, Mode::from(0o644), 0).unwrap(),
+                36..38 if self.owners => {
+                    let device = makedev(1, self.random.choice([3, 5]).unwrap());
+                    rustix::fs::mknodat(CWD, &path, FileType::CharacterDevice, Mode::from(0o600), device).unwrap();
+                }
+                38..60 if !self.files.is_empty() => {
+                    let first = self.random.choice(&self.files).unwrap();
+                    fs::hard_link(first, &path).unwrap();
+                    continue;
+                }
+                60..64 if self.destination && self.owners => {
+                    let name = self.random.choice(["shared0", "shared1", "shared2"]).unwrap();
+                    fs::hard_link(self.outside.join(name), &path).unwrap();
+                    continue;
+                }
+                _ => self.write(&path),
+            }
+            let meta = fs::symlink_metadata(&path).unwrap();
+            if !meta.is_dir() {
+                self.files.push(path.clone());
+            }
+            self.dress(&path, &meta);
+        }
+    }
+
+    fn write(&mut self, path: &Path) {
+        let size = *self.random.choice(&[0, 3, 3, 3, 5, 5000, 300_000, 2_200_000]).unwrap();
+        let mut content = vec![*self.random.choice(b"xyz").unwrap(); size];
+        if size > 100_000 && self.one_in(2) {
+            content[size / 4..size / 2].fill(0);
+        }
+        fs::write(path, content).unwrap();
+    }
+
+    /// Gives an entry its owner, mode, attributes and time.
+    fn dress(&mut self, path: &Path, meta: &fs::Metadata) {
+        let is_dir = meta.is_dir();
+        if self.owners && self.one_in(5) {
+            let (owner, group) = (*self.random.choice(&[0, 1234]).unwrap(), *self.random.choice(&[0, 5678]).unwrap());
+            lchown(path, Some(owner), Some(group)).unwrap();
+        } else if !self.owners {
+            lchown(path, Some(NOBODY), Some(NOBODY)).unwrap();
+        }
+        if !meta.is_symlink() && self.one_in(2) {
+            let mut modes = if is_dir { DIRECTORY_MODES.to_vec() } else { FILE_MODES.to_vec() };
+            // The user can read all of the source, but not all that it replaces.
+            if self.owners || self.destination {
+                modes.extend([0, 0o200, 0o300]);
+            }
+            let mode = *self.random.choice(&modes).unwrap();
+            fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap();
+        }
+        if is_dir || meta.is_file() {
+            let set = |name: &str, value: &[u8]| {
+                rustix::fs::lsetxattr(path, name, value, XattrFlags::empty()).unwrap();
+            };
+            if self.one_in(5) {
+                set("user.k", self.random.choice([&b"1"[..], b"2"]).unwrap());
+            }
+            if self.one_in(10) {
+                set("system.posix_acl_access", &self.list(is_dir).encode());
+            }
+            if is_dir && self.one_in(10) {
+                set("system.posix_acl_default", &self.list(true).encode());
+            }
+        }
+        self.date(path);
+    }
+
+    fn list(&mut self, is_dir: bool) -> Acl {
+        let right = |who, permissions| Right { who, permissions };
+        let user = if is_dir { 7 } else { 6 };
+        let usual = [(Who::Owner, user), (Who::OwningGroup, 5), (Who::Mask, 7), (Who::Others, 0)];
+        let mut list: Vec<Right> = usual.into_iter().map(|(who, rights)| right(who, rights)).collect();
+        match self.random.u32(..3) {
+            0 => list.push(right(Who::User(1234), 7)),
+            1 => list.extend([right(Who::User(7), 4), right(Who::Group(8), 1)]),
+            _ => list.push(right(Who::Group(5678), 4)),
+        }
+        Acl::new(list).unwrap()
+    }
+
+    /// One of few times, so that a copy can be older, newer, or of the same time.
+    fn date(&mut self, path: &Path) {
+        let seconds = 1_000_000_000 + *self.random.choice(&[0, 0, 1, 2]).unwrap();
+        let nanoseconds = *self.random.choice(&[0, 0, 0, 1, 999_999_999]).unwrap();
+        let time = Timespec { tv_sec: seconds, tv_nsec: nanoseconds };
+        let times = Timestamps { last_access: time, last_modification: time };
+        rustix::fs::utimensat(CWD, path, &times, AtFlags::SYMLINK_NOFOLLOW).unwrap();
+    }
+}
+
+/// Which way a copy goes.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Way {
+    Local,
+    Push,
+    Pull,
+    Ssh,
+}
+
+/// A fault in one system call.
+#[derive(Clone, Debug)]
+struct Fault {
+    /// Whether the daemon has it, and not `thruway cp`.
+    at_daemon: bool,
+    call: &'static str,
+    /// What strace does to which of these calls.
+    what: String,
+}
+
+impl Fault {
+    fn new(random: &mut Rng, way: Way) -> Fault {
+        let call = *random.choice(&CALLS).unwrap();
+        let errors = ["error=EIO", "error=ENOSPC", "error=EMFILE", "error=ENOMEM", "error=EDQUOT"];
+        let what = if random.u32(..5) < 3 { "signal=KILL" } else { *random.choice(&errors).unwrap() };
+        let when = if random.u32(..4) == 0 { random.u32(1..60) } else { random.u32(1..12) };
+        let at_daemon = matches!(way, Way::Push | Way::Pull) && random.bool();
+        Fault { at_daemon, call, what: format!("{what}:when={when}") }
+    }
+
+    fn options(&self) -> Vec<OsString> {
+        let trace = [format!("trace={}", self.call), "-e".into(), format!("inject={}:{}", self.call, self.what)];
+        let usual = ["-f", "-qq", "-o", "/dev/null", "-e"];
+        usual.into_iter().map(OsString::from).chain(trace.map(OsString::from)).collect()
+    }
+}
+
+/// One case: two trees, options, and a way between.
+struct Case {
+    seed: u64,
+    way: Way,
+    lab: Lab,
+    /// Directories that the daemon exports.
+    exports: PathBuf,
+    source: PathBuf,
+    target: PathBuf,
+    outside: PathBuf,
+    options: Vec<OsString>,
+    update: bool,
+    delete: bool,
+    excluded: Option<&'static str>,
+    /// Whether the source is given without a slash, so that the target gets the source's name.
+    named: bool,
+    owners: bool,
+    daemon: Option<Daemon>,
+    /// The faults of earlier attempts, and how these ended.
+    faults: Vec<String>,
+}
+
+impl Case {
+    fn new(seed: u64, way: Way) -> (Case, Rng) {
+        let mut random = Rng::with_seed(seed);
+        let lab = Lab::new();
+        fs::set_permissions(lab.dir.path(), fs::Permissions::from_mode(0o755)).unwrap();
+        let (exports, outside, _) = (lab.mkdir("exports"), lab.mkdir("outside"), lab.mkdir("home"));
+        fs::write(outside.join("file"), "outside").unwrap();
+        for name in ["shared0", "shared1", "shared2"] {
+            fs::write(outside.join(name), "xxx").unwrap();
+        }
+        // Some copies run as a user without rights, who owns all entries.
+        let owners = random.u32(..4) != 0 || way == Way::Ssh;
+        let named = random.u32(..3) == 0;
+        let source = exports.join("from/tree");
+        let target = exports.join(if named { "to/tree" } else { "to" });
+        let mut maker = Maker { random: &mut random, outside: &outside, owners, destination: false, files: Vec::new() };
+        maker.fill(&source, 0);
+        let start = maker.random.u32(..10);
+        if start < 6 {
+            maker.destination = true;
+            maker.files.clear();
+            maker.fill(&target, 0);
+        } else if start < 9 {
+            let parent = target.parent().unwrap();
+            fs::create_dir_all(parent).unwrap();
+            assert!(Command::new("cp").arg("-a").args([&source, &target]).status().unwrap().success());
+            for path in tree(&target).keys().filter(|path| !path.as_os_str().is_empty()) {
+                if maker.one_in(3) {
+                    maker.date(&target.join(path));
+                }
+            }
+        } else if named {
+            fs::create_dir_all(target.parent().unwrap()).unwrap();
+        }
+        let (update, delete) = (random.bool(), random.u32(..5) < 3);
+        let excluded = (random.u32(..4) == 0).then(|| random.choice(["b", "a/*", "[[]b]"]).unwrap());
+        let mut options: Vec<OsString> = vec!["-a".into()];
+        options.extend(update.then(|| "-u".into()));
+        options.extend(delete.then(|| "--delete".into()));
+        options.extend(excluded.iter().flat_map(|pattern| ["--exclude".into(), pattern.into()]));
+        if !owners {
+            let everything = [&exports, &outside, &lab.path("home")]
+                .map(|path| Command::new("chown").args(["-R", "-h", "65534:65534"]).arg(path).status());
+            assert!(everything.into_iter().all(|status| status.unwrap().success()));
+            lchown(lab.dir.path(), Some(NOBODY), Some(NOBODY)).unwrap();
+        }
+        let daemon = None;
+        let case = Case {
+            seed,
+            way,
+            lab,
+            exports,
+            source,
+            target,
+            outside,
+            options,
+            update,
+            delete,
+            excluded,
+            named,
+            owners,
+            daemon,
+            faults: Vec::new(),
+        };
+        (case, random)
+    }
+
+    /// The program, run by the user of this case, below strace if there is a fault.
+    fn program(&self, fault: Option<&Fault>) -> Command {
+        let mut words: Vec<OsString> = Vec::new();
+        if !self.owners {
+            words.extend(["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"].map(OsString::from));
+        }
+        if let Some(fault) = fault {
+            words.push("strace".into());
+            words.extend(fault.options());
+        }
+        words.push(self.lab.program_for_all().into_os_string());
+        let mut command = Command::new(&words[0]);
+        let home = self.lab.path("home");
+        command.args(&words[1..]).env("HOME", &home).env("XDG_CONFIG_HOME", &home).env("THRUWAY_LOG", "error");
+        command
+    }
+
+    fn start_daemon(&mut self) {
+        if matches!(self.way, Way::Push | Way::Pull) {
+            let mut command = self.program(None);
+            // The address is a part of a job's identity.
+            let address = self.daemon.take().map_or("127.0.0.1:0".into(), |daemon| daemon.addr.clone());
+            command.args(["serve", "--json", "--listen", &address, "--state"]).arg(self.lab.path("state"));
+            command.arg("--export").arg(export("e", &self.exports, ":rw")).stderr(Stdio::null());
+            self.daemon = Some(Daemon::start_by(&mut command));
+        }
+    }
+
+    /// Copies with a fault, if the copy comes to the system call that has it.
+    fn run_with_fault(&mut self, fault: &Fault) -> Output {
+        if !fault.at_daemon {
+            let out = self.run(Some(fault), &[]);
+            // Ends the session, which could go on for a while.
+            self.start_daemon();
+            return out;
+        }
+        let daemon = self.daemon.as_ref().unwrap().child.id();
+        let mut tracer =
+            Command::new("strace").args(fault.options()).args(["-p", &daemon.to_string()]).spawn().unwrap();
+        let is_traced = |task: fs::DirEntry| {
+            let status = fs::read_to_string(task.path().join("status"));
+            status.is_ok_and(|status| status.contains("TracerPid:\t") && !status.contains("TracerPid:\t0\n"))
+        };
+        let tasks = format!("/proc/{daemon}/task");
+        while !fs::read_dir(&tasks).unwrap().all(|task| is_traced(task.unwrap())) {
+            assert!(tracer.try_wait().unwrap().is_none(), "strace follows the daemon");
+            std::thread::yield_now();
+        }
+        let out = self.run(Some(fault), &[]);
+        self.daemon.as_mut().unwrap().kill();
+        tracer.wait().unwrap();
+        self.start_daemon();
+        out
+    }
+
+    fn run(&self, fault: Option<&Fault>, more: &[&str]) -> Output {
+        let mut command = self.program(fault.filter(|fault| !fault.at_daemon));
+        let remote_id = self.lab.path("remote id");
+        if self.way == Way::Ssh {
+            with_fake_ssh(&self.lab);
+            let remote = format!("echo $$ >'{}'; exec {THRUWAY}", remote_id.display());
+            command.env("THRUWAY_SSH", self.lab.path("ssh")).env("THRUWAY_REMOTE", remote);
+        }
+        let path = |path: &Path, is_remote: bool| match self.way {
+            Way::Push | Way::Pull if is_remote => {
+                let mut url = self.daemon.as_ref().unwrap().url("e/");
+                url.push(path.strip_prefix(&self.exports).unwrap());
+                url
+            }
+            Way::Ssh if is_remote => format!("localhost:{}", path.display()).into(),
+            _ => path.as_os_str().to_os_string(),
+        };
+        let mut from = path(&self.source, self.way == Way::Pull);
+        let target = if self.named { self.target.parent().unwrap() } else { &self.target };
+        let mut to = path(target, matches!(self.way, Way::Push | Way::Ssh));
+        if self.named { &mut to } else { &mut from }.push("/");
+        // A daemon that was killed does not return.
+        let retries = if fault.is_some_and(|fault| fault.at_daemon) { "0" } else { "2" };
+        command.args(["cp", "--json", "--retries", retries]).args(&self.options).args(more);
+        let out = command.args([from, to]).stdin(Stdio::null()).output().unwrap();
+        // The program at the other end can live longer than a client that was killed.
+        if let Ok(id) = fs::read_to_string(&remote_id) {
+            let process = PathBuf::from("/proc").join(id.trim());
+            while fs::read_to_string(process.join("stat")).is_ok_and(|stat| !stat.contains(") Z ")) {
+                std::thread::yield_now();
+            }
+        }
+        out
+    }
+
+    /// Whether `--exclude` covers a path.
+    fn is_excluded(&self, path: &Path) -> bool {
+        let is_match = |path: &Path| match self.excluded {
+            Some("b") => path.file_name() == Some(OsStr::new("b")),
+            Some("[[]b]") => path.file_name() == Some(OsStr::new("[b]")),
+            Some("a/*") => path.starts_with("a") && path != Path::new("a"),
+            _ => false,
+        };
+        path.ancestors().any(is_match)
+    }
+
+    /// Checks what is promised in every moment of a copy from `source` onto what was `old`.
+    /// `is_within`: whether an entry gives no more access than its source.
+    fn check_moment(&self, source: &Tree, old: &Tree, now: &Tree, is_within: &dyn Fn(&Entry, &Entry) -> bool) {
+        let known: BTreeSet<Identity> =
+            old.values().chain(tree(&self.outside).values()).map(|entry| entry.identity).collect();
+        for (path, entry) in now {
+            let is_new = !known.contains(&entry.identity);
+            if is_own_name(path) {
+                let others = |wanted: &Entry| wanted.content == entry.content && is_within(entry, wanted);
+                let is_link = entry.kind == FileType::Symlink;
+                if is_new && !is_link && entry.kept.mode & 0o077 != 0 && !source.values().any(others) {
+                    self.fail(&format!("others have access to {path:?}: {entry:?}"));
+                }
+                continue;
+            }
+            let (before, wanted) = (old.get(path), source.get(path).filter(|_| !self.is_excluded(path)));
+            let is_of = |other: Option<&Entry>| {
+                other.is_some_and(|other| (other.kind, &other.content) == (entry.kind, &entry.content))
+            };
+            let is_linked = wanted.is_some_and(|wanted| self.is_up_to_date(wanted, entry, source, old));
+            if !is_of(before) && !is_of(wanted) && !is_linked {
+                self.fail(&format!("{path:?} is neither old nor new: {entry:?}, old {before:?}, new {wanted:?}"));
+            }
+            let is_kept = |wanted: &&Entry| is_new && wanted.kind == entry.kind && wanted.kind != FileType::Symlink;
+            if let Some(wanted) = wanted.filter(|wanted| is_kept(wanted) && !is_within(entry, wanted)) {
+                self.fail(&format!("{path:?} gives more access than its source: {entry:?}, {wanted:?}"));
+            }
+        }
+        self.check_losses(source, old, now);
+    }
+
+    /// With -u, whether this entry has the content of an old file that counted as equal to one of the names of `wanted`.
+    fn is_up_to_date(&self, wanted: &Entry, entry: &Entry, source: &Tree, old: &Tree) -> bool {
+        let is_equal = |before: &&Entry| {
+            (before.kind, before.size, before.kept.modified) == (wanted.kind, wanted.size, wanted.kept.modified)
+        };
+        let mut equal = names_of(wanted, source).filter_map(|path| old.get(path)).filter(is_equal);
+        self.update && entry.kind == FileType::RegularFile && equal.any(|before| before.content == entry.content)
+    }
+
+    /// Checks that nothing is missing that no option removes.
+    fn check_losses(&self, source: &Tree, old: &Tree, now: &Tree) {
+        let kept = |path: &Path| source.get(path).filter(|_| !self.is_excluded(path));
+        for (path, before) in old.iter().filter(|(path, _)| !now.contains_key(*path) && !is_own_name(path)) {
+            let is_dir = |path: &Path| kept(path).is_some_and(|entry| entry.kind == FileType::Directory);
+            let is_replaced = path.ancestors().skip(1).any(|path| kept(path).is_some() && !is_dir(path));
+            let is_other = match kept(path) {
+                Some(entry) => entry.kind != before.kind,
+                None => self.delete && !self.is_excluded(path),
+            };
+            if !is_replaced && !is_other {
+                self.fail(&format!("{path:?} is lost: {before:?}"));
+            }
+        }
+    }
+
+    /// Checks the result of a copy that succeeded. `may_leave`: a fault may have kept its journal, which a later copy removes.
+    fn check_result(&self, (source, old, now): (&Tree, &Tree, &Tree), may_leave: bool) {
+        let is_copied = |path: &Path| source.contains_key(path) && !self.is_excluded(path);
+        for (path, wanted) in source.iter().filter(|(path, _)| is_copied(path)) {
+            let Some(entry) = now.get(path) else { self.fail(&format!("{path:?} is missing")) };
+            let before = old.get(path);
+            let is_file = |entry: &Entry| entry.kind == FileType::RegularFile;
+            let same_size = |before: &&Entry| is_file(wanted) && is_file(before) && wanted.size == before.size;
+            let skipped =
+                before.filter(same_size).filter(|before| self.update && before.kept.modified >= wanted.kept.modified);
+            let content = skipped.unwrap_or(wanted);
+            let newer = skipped.filter(|before| before.kept.modified > wanted.kept.modified);
+            let is_link = newer.is_none()
+                && (names_of(wanted, source).count() > 1 && entry.content == wanted.content
+                    || self.is_up_to_date(wanted, entry, source, old));
+            if (entry.kind, &entry.content) != (content.kind, &content.content) && !is_link {
+                self.fail(&format!("{path:?} has the wrong content: {entry:?}, not {content:?}, old {before:?}"));
+            }
+            let kept = &newer.unwrap_or(wanted).kept;
+            if entry.kept != *kept {
+                self.fail(&format!("{path:?} has {:?}, not {kept:?}, old {before:?}", entry.kept));
+            }
+            if newer.is_some_and(|before| before.identity != entry.identity) {
+                self.fail(&format!("{path:?} was replaced although it is newer"));
+            }
+        }
+        for (path, entry) in now.iter().filter(|(path, _)| !is_copied(path)) {
+            let holds_excluded =
+                |path: &Path| now.keys().any(|below| below.starts_with(path) && self.is_excluded(below));
+            if is_own_name(path) && may_leave {
+                continue;
+            }
+            if is_own_name(path) || self.delete && !self.is_excluded(path) && !holds_excluded(path) {
+                self.fail(&format!("{path:?} is too much"));
+            }
+            if old.get(path).is_none_or(|before| before.content != entry.content) {
+                self.fail(&format!("{path:?} has changed: {entry:?}"));
+            }
+        }
+        self.check_losses(source, old, now);
+        let only_copied = |tree: &Tree| -> Tree {
+            tree.iter().filter(|(path, _)| is_copied(path)).map(|(path, entry)| (path.clone(), entry.clone())).collect()
+        };
+        let (wanted, found) = (links(&only_copied(source)), links(&only_copied(now)));
+        if !self.update && wanted != found {
+            let differ: Vec<_> = wanted.symmetric_difference(&found).collect();
+            self.fail(&format!("hard links differ: {differ:?}"));
+        }
+    }
+
+    fn fail(&self, message: &str) -> ! {
+        if let Some(dir) = std::env::var_os("THRUWAY_KEEP") {
+            let kept = Command::new("cp").arg("-a").arg(self.lab.dir.path()).arg(&dir).status();
+            assert!(kept.unwrap().success());
+        }
+        let user = if self.owners { "root" } else { "nobody" };
+        panic!("seed {} {:?} {:?}, as {user}, {:?}: {message}", self.seed, self.way, self.options, self.faults);
+    }
+}
+
+/// The names of an entry.
+fn names_of<'a>(entry: &'a Entry, tree: &'a Tree) -> impl Iterator<Item = &'a PathBuf> {
+    tree.iter().filter(|(_, other)| other.identity == entry.identity).map(|(path, _)| path)
+}
+
+/// Whether a name is one of a temporary file or a journal.
+fn is_own_name(path: &Path) -> bool {
+    let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    name.contains(".tw-") || name.starts_with(".thruway-") && name.ends_with(".journal")
+}
+
+/// The rights of all but the owner.
+fn rights(entry: &Entry) -> BTreeMap<Who, u8> {
+    let list = match entry.kept.attributes.get(OsStr::new("system.posix_acl_access")) {
+        Some(value) => Acl::decode(value).unwrap(),
+        None => Acl::from_mode(entry.kept.mode),
+    };
+    let mask = list.entries().iter().find(|entry| entry.who == Who::Mask).map_or(7, |mask| mask.permissions);
+    let others = list.entries().iter().filter(|entry| !matches!(entry.who, Who::Owner | Who::Mask));
+    others
+        .map(|entry| (entry.who, if entry.who == Who::Others { entry.permissions } else { entry.permissions & mask }))
+        .collect()
+}
+
+/// Whether an entry gives nobody but its owner more than the other does.
+fn is_within(entry: &Entry, limit: &Entry) -> bool {
+    let allowed = if entry.kept.owner == limit.kept.owner { rights(limit) } else { BTreeMap::new() };
+    // A new directory inherits the set-group-id bit.
+    let is_dir = entry.kind == FileType::Directory;
+    let set_id = if is_dir {
+        0o2000
+    } else if allowed.is_empty() {
+        0
+    } else {
+        limit.kept.mode & 0o6000
+    };
+    let is_allowed = |(who, rights): (Who, u8)| rights & !allowed.get(&who).copied().unwrap_or(0) == 0;
+    entry.kept.mode & 0o6000 & !set_id == 0 && rights(entry).into_iter().all(is_allowed)
+}
+
+fn items(out: &Output) -> BTreeSet<String> {
+    parse(out)["items"].as_array().unwrap().iter().map(ToString::to_string).collect()
+}
+
+/// Whether a copy may fail: a directory that has something in it is not replaced, nor is a device.
+fn may_fail(out: &Output) -> bool {
+    let said = stderr(out);
+    said.contains("in the way") || said.contains("destination is a device")
+}
+
+fn copy_random_trees(way: Way, usual: Range<u64>) {
+    for seed in seeds(usual) {
+        copy_random_tree(way, seed);
+    }
+}
+
+fn copy_random_tree(way: Way, seed: u64) {
+    let (mut case, mut random) = Case::new(seed, way);
+    case.start_daemon();
+    let (source, old, outside) = (tree(&case.source), tree(&case.target), tree(&case.outside));
+    let dry = case.run(None, &["-n", "-v"]);
+    if tree(&case.target) != old {
+        case.fail("a dry run changed the target");
+    }
+    let faults = random.u32(..4).saturating_sub(1);
+    // After the kernel has refused an owner, an entry has the mode of the source all the same.
+    let mut has_owners = true;
+    let may_give = |has_owners: bool| move |entry: &Entry, wanted: &Entry| !has_owners || is_within(entry, wanted);
+    for _ in 0..faults {
+        let fault = Fault::new(&mut random, way);
+        let out = case.run_with_fault(&fault);
+        case.faults.push(format!("{fault:?}, {}: {}", out.status, stderr(&out)));
+        let now = tree(&case.target);
+        has_owners &= !(fault.call.starts_with("fchown") && fault.what.starts_with("error"));
+        case.check_moment(&source, &old, &now, &may_give(has_owners));
+        if out.status.success() {
+            case.check_result((&source, &old, &now), true);
+        }
+    }
+    let real = case.run(None, &["-v"]);
+    let now = tree(&case.target);
+    case.check_moment(&source, &old, &now, &may_give(has_owners));
+    if !real.status.success() {
+        if !may_fail(&real) {
+            case.fail(&format!("the copy failed: {}", stderr(&real)));
+        }
+        // A dry run does not know what a hard link leads to.
+        let is_device = stderr(&real).contains("destination is a device");
+        if faults == 0 && dry.status.success() && !is_device {
+            case.fail(&format!("only the dry run succeeded: {}", stderr(&real)));
+        }
+        return;
+    }
+    case.check_result((&source, &old, &now), false);
+    let only = |a: &BTreeSet<String>, b| a.difference(b).cloned().collect::<Vec<_>>();
+    let (said, done) = (items(&dry), items(&real));
+    if faults == 0 && dry.status.success() && said != done {
+        case.fail(&format!("only the dry run names {:?}, only the copy {:?}", only(&said, &done), only(&done, &said)));
+    }
+    let again = case.run(None, if case.update { &["-v"] } else { &["-u", "-v"] });
+    if !again.status.success() || !items(&again).is_empty() {
+        case.fail(&format!("a second copy names {:?}", items(&again)));
+    }
+    for (path, mut entry) in tree(&case.target).into_iter().filter(|(path, _)| !path.as_os_str().is_empty()) {
+        let before = now.get(&path);
+        if let Some(before) = before.filter(|_| !source.contains_key(&path) && entry.kind == FileType::Directory) {
+            // --delete makes a directory writable while it looks for entries that are not excluded.
+            entry.changed = before.changed;
+        }
+        if before != Some(&entry) {
+            case.fail(&format!("a second copy changed {path:?}: {entry:?}, before {before:?}"));
+        }
+    }
+    if tree(&case.source) != source {
+        case.fail("the source changed");
+    }
+    for (path, entry) in tree(&case.outside) {
+        let before = &outside[&path];
+        if entry.content != before.content || path == Path::new("file") && entry != *before {
+            case.fail(&format!("{path:?} outside changed"));
+        }
+    }
+}
+
+#[test]
+fn random_trees_are_copied_within_a_host() {
+    copy_random_trees(Way::Local, 0..60);
+}
+
+#[test]
+fn random_trees_are_pushed() {
+    copy_random_trees(Way::Push, 0..60);
+}
+
+#[test]
+fn random_trees_are_pulled() {
+    copy_random_trees(Way::Pull, 0..60);
+}
+
+#[test]
+fn random_trees_are_copied_through_ssh() {
+    copy_random_trees(Way::Ssh, 0..40);
+}
