@@ -153,6 +153,8 @@ struct Maker<'a> {
     outside: &'a Path,
     /// Whether entries have other owners than the user who runs the test.
     owners: bool,
+    /// Whether there are pipes and devices.
+    specials: bool,
     destination: bool,
     files: Vec<PathBuf>,
 }
@@ -176,8 +178,10 @@ impl Maker<'_> {
                     let targets = ["a".into(), "b".into(), "../a".into(), outside[0].clone(), outside[1].clone()];
                     symlink(self.random.choice(&targets).unwrap(), &path).unwrap();
                 }
-                32..36 => rustix::fs::mknodat(CWD, &path, FileType::Fifo, Mode::from(0o644), 0).unwrap(),
-                36..38 if self.owners => {
+                32..36 if self.specials => {
+                    rustix::fs::mknodat(CWD, &path, FileType::Fifo, Mode::from(0o644), 0).unwrap()
+                }
+                36..38 if self.owners && self.specials => {
                     let device = makedev(1, self.random.choice([3, 5]).unwrap());
                     rustix::fs::mknodat(CWD, &path, FileType::CharacterDevice, Mode::from(0o600), device).unwrap();
                 }
@@ -312,9 +316,14 @@ struct Case {
     /// Directories that the daemon exports.
     exports: PathBuf,
     source: PathBuf,
+    /// A second source of the same target, which has some of the entries.
+    second: Option<PathBuf>,
     target: PathBuf,
     outside: PathBuf,
     options: Vec<OsString>,
+    umask: u32,
+    /// Whether the copy has -p.
+    preserve: bool,
     update: bool,
     delete: bool,
     excluded: Option<&'static str>,
@@ -338,14 +347,17 @@ impl Case {
         }
         // Some copies run as a user without rights, who owns all entries.
         let owners = random.u32(..4) != 0 || way == Way::Ssh;
-        let named = random.u32(..3) == 0;
+        let (named, preserve) = (random.u32(..3) == 0, random.u32(..3) != 0);
+        let umask = *random.choice(&[0o022, 0o022, 0o077, 0o027, 0]).unwrap();
         let source = exports.join("from/tree");
         let target = exports.join(if named { "to/tree" } else { "to" });
-        let mut maker = Maker { random: &mut random, outside: &outside, owners, destination: false, files: Vec::new() };
+        let (files, random_ref) = (Vec::new(), &mut random);
+        let mut maker =
+            Maker { random: random_ref, outside: &outside, owners, specials: preserve, destination: false, files };
         maker.fill(&source, 0);
         let start = maker.random.u32(..10);
         if start < 6 {
-            maker.destination = true;
+            (maker.destination, maker.specials) = (true, true);
             maker.files.clear();
             maker.fill(&target, 0);
         } else if start < 9 {
@@ -360,9 +372,18 @@ impl Case {
         } else if named {
             fs::create_dir_all(target.parent().unwrap()).unwrap();
         }
+        let second = (!named && random.u32(..4) == 0).then(|| exports.join("second"));
+        if let Some(second) = &second {
+            fs::create_dir(second).unwrap();
+            for name in fs::read_dir(&source).unwrap().map(|entry| entry.unwrap().file_name()) {
+                if random.bool() {
+                    fs::rename(source.join(&name), second.join(&name)).unwrap();
+                }
+            }
+        }
         let (update, delete) = (random.bool(), random.u32(..5) < 3);
         let excluded = (random.u32(..4) == 0).then(|| random.choice(["b", "a/*", "[[]b]"]).unwrap());
-        let mut options: Vec<OsString> = vec!["-a".into()];
+        let mut options: Vec<OsString> = vec![if preserve { "-a" } else { "-r" }.into()];
         options.extend(update.then(|| "-u".into()));
         options.extend(delete.then(|| "--delete".into()));
         options.extend(excluded.iter().flat_map(|pattern| ["--exclude".into(), pattern.into()]));
@@ -379,9 +400,12 @@ impl Case {
             lab,
             exports,
             source,
+            second,
             target,
             outside,
             options,
+            umask,
+            preserve,
             update,
             delete,
             excluded,
@@ -395,7 +419,8 @@ impl Case {
 
     /// The program, run by the user of this case, below strace if there is a fault.
     fn program(&self, fault: Option<&Fault>) -> Command {
-        let mut words: Vec<OsString> = Vec::new();
+        let umask = format!("umask {:o}; exec \"$@\"", self.umask);
+        let mut words: Vec<OsString> = ["sh", "-c", &umask, "sh"].map(OsString::from).to_vec();
         if !self.owners {
             words.extend(["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"].map(OsString::from));
         }
@@ -466,13 +491,18 @@ impl Case {
             _ => path.as_os_str().to_os_string(),
         };
         let mut from = path(&self.source, self.way == Way::Pull);
+        let second = self.second.as_ref().map(|second| {
+            let mut from = path(second, self.way == Way::Pull);
+            from.push("/");
+            from
+        });
         let target = if self.named { self.target.parent().unwrap() } else { &self.target };
         let mut to = path(target, matches!(self.way, Way::Push | Way::Ssh));
         if self.named { &mut to } else { &mut from }.push("/");
         // A daemon that was killed does not return.
         let retries = if fault.is_some_and(|fault| fault.at_daemon) { "0" } else { "2" };
         command.args(["cp", "--json", "--retries", retries]).args(&self.options).args(more);
-        let out = command.args([from, to]).stdin(Stdio::null()).output().unwrap();
+        let out = command.arg(from).args(second).arg(to).stdin(Stdio::null()).output().unwrap();
         // The program at the other end can live longer than a client that was killed.
         if let Ok(id) = fs::read_to_string(&remote_id) {
             let process = PathBuf::from("/proc").join(id.trim());
@@ -481,6 +511,13 @@ impl Case {
             }
         }
         out
+    }
+
+    /// The entries of all sources.
+    fn sources(&self) -> Tree {
+        let mut all = tree(&self.source);
+        all.extend(self.second.iter().flat_map(|second| tree(second)));
+        all
     }
 
     /// Whether `--exclude` covers a path.
@@ -495,14 +532,21 @@ impl Case {
     }
 
     /// Checks what is promised in every moment of a copy from `source` onto what was `old`.
-    /// `is_within`: whether an entry gives no more access than its source.
-    fn check_moment(&self, source: &Tree, old: &Tree, now: &Tree, is_within: &dyn Fn(&Entry, &Entry) -> bool) {
+    /// `has_owners`: the kernel has refused no owner.
+    fn check_moment(&self, source: &Tree, old: &Tree, now: &Tree, has_owners: bool) {
+        let is_within = |entry: &Entry, wanted: &Entry, before: Option<&Entry>| {
+            // After a refusal, an entry has the mode of the source all the same.
+            !has_owners && self.preserve || self.is_within(entry, wanted, before)
+        };
         let known: BTreeSet<Identity> =
             old.values().chain(tree(&self.outside).values()).map(|entry| entry.identity).collect();
         for (path, entry) in now {
             let is_new = !known.contains(&entry.identity);
             if is_own_name(path) {
-                let others = |wanted: &Entry| wanted.content == entry.content && is_within(entry, wanted);
+                let of_old = |wanted: &Entry| old.values().any(|old| is_within(entry, wanted, Some(old)));
+                let others = |wanted: &Entry| {
+                    wanted.content == entry.content && (is_within(entry, wanted, None) || of_old(wanted))
+                };
                 let is_link = entry.kind == FileType::Symlink;
                 if is_new && !is_link && entry.kept.mode & 0o077 != 0 && !source.values().any(others) {
                     self.fail(&format!("others have access to {path:?}: {entry:?}"));
@@ -518,11 +562,48 @@ impl Case {
                 self.fail(&format!("{path:?} is neither old nor new: {entry:?}, old {before:?}, new {wanted:?}"));
             }
             let is_kept = |wanted: &&Entry| is_new && wanted.kind == entry.kind && wanted.kind != FileType::Symlink;
-            if let Some(wanted) = wanted.filter(|wanted| is_kept(wanted) && !is_within(entry, wanted)) {
+            if let Some(wanted) = wanted.filter(|wanted| is_kept(wanted) && !is_within(entry, wanted, before)) {
                 self.fail(&format!("{path:?} gives more access than its source: {entry:?}, {wanted:?}"));
             }
         }
         self.check_losses(source, old, now);
+    }
+
+    /// Whether an entry gives nobody but its owner more than its source does or, without -p, than the file `before` that it replaces.
+    fn is_within(&self, entry: &Entry, wanted: &Entry, before: Option<&Entry>) -> bool {
+        if self.preserve {
+            return is_within(entry, wanted);
+        }
+        let is_file = |entry: &&Entry| entry.kind == FileType::RegularFile;
+        let before = before.filter(|before| is_file(&entry) && is_file(before)).map_or(0, |before| before.kept.mode);
+        let inherited = if is_file(&entry) { 0 } else { 0o2000 };
+        entry.kept.mode & 0o7077 & !(wanted.kept.mode & 0o077 | before & 0o1077 | inherited) == 0
+    }
+
+    /// Checks the attributes of an entry that a copy without -p has made, replaced or kept.
+    fn check_plain(&self, now: &Tree, path: &Path, wanted: &Entry, before: Option<&Entry>) {
+        let list = OsStr::new("system.posix_acl_access");
+        let entry = &now[path];
+        let parent = now.get(path.parent().unwrap_or(path));
+        let has = |name: &str| parent.is_some_and(|parent| parent.kept.attributes.contains_key(OsStr::new(name)));
+        let is_right = match before.filter(|before| before.kind == entry.kind) {
+            _ if entry.kind == FileType::Symlink => true,
+            Some(before) if entry.kind == FileType::Directory => {
+                (before.kept.mode, before.kept.owner, &before.kept.attributes)
+                    == (entry.kept.mode, entry.kept.owner, &entry.kept.attributes)
+            }
+            // A file of another user gives no rights in a directory for all users.
+            Some(_) if parent.is_some_and(|parent| parent.kept.mode & 0o1000 != 0) => true,
+            Some(before) => {
+                (before.kept.mode & 0o1777, before.kept.owner, before.kept.attributes.get(list))
+                    == (entry.kept.mode, entry.kept.owner, entry.kept.attributes.get(list))
+            }
+            None if has("system.posix_acl_default") || path.as_os_str().is_empty() => true,
+            None => entry.kept.mode & 0o777 == wanted.kept.mode & 0o777 & !self.umask,
+        };
+        if !is_right {
+            self.fail(&format!("{path:?} has {:?}, old {before:?}, source {:?}", entry.kept, wanted.kept));
+        }
     }
 
     /// With -u, whether this entry has the content of an old file that counted as equal to one of the names of `wanted`.
@@ -568,8 +649,14 @@ impl Case {
             if (entry.kind, &entry.content) != (content.kind, &content.content) && !is_link {
                 self.fail(&format!("{path:?} has the wrong content: {entry:?}, not {content:?}, old {before:?}"));
             }
-            let kept = &newer.unwrap_or(wanted).kept;
-            if entry.kept != *kept {
+            if !self.preserve && skipped.is_none() {
+                self.check_plain(now, path, wanted, before);
+                continue;
+            }
+            let skipped = skipped.filter(|_| !self.preserve).or(newer);
+            let kept = &skipped.unwrap_or(wanted).kept;
+            let is_shared_root = self.second.is_some() && path.as_os_str().is_empty();
+            if entry.kept != *kept && !is_shared_root {
                 self.fail(&format!("{path:?} has {:?}, not {kept:?}, old {before:?}", entry.kept));
             }
             if newer.is_some_and(|before| before.identity != entry.identity) {
@@ -594,7 +681,7 @@ impl Case {
             tree.iter().filter(|(path, _)| is_copied(path)).map(|(path, entry)| (path.clone(), entry.clone())).collect()
         };
         let (wanted, found) = (links(&only_copied(source)), links(&only_copied(now)));
-        if !self.update && wanted != found {
+        if self.preserve && self.second.is_none() && !self.update && wanted != found {
             let differ: Vec<_> = wanted.symmetric_difference(&found).collect();
             self.fail(&format!("hard links differ: {differ:?}"));
         }
@@ -669,29 +756,27 @@ fn copy_random_trees(way: Way, usual: Range<u64>) {
 fn copy_random_tree(way: Way, seed: u64) {
     let (mut case, mut random) = Case::new(seed, way);
     case.start_daemon();
-    let (source, old, outside) = (tree(&case.source), tree(&case.target), tree(&case.outside));
+    let (source, old, outside) = (case.sources(), tree(&case.target), tree(&case.outside));
     let dry = case.run(None, &["-n", "-v"]);
     if tree(&case.target) != old {
         case.fail("a dry run changed the target");
     }
     let faults = random.u32(..4).saturating_sub(1);
-    // After the kernel has refused an owner, an entry has the mode of the source all the same.
     let mut has_owners = true;
-    let may_give = |has_owners: bool| move |entry: &Entry, wanted: &Entry| !has_owners || is_within(entry, wanted);
     for _ in 0..faults {
         let fault = Fault::new(&mut random, way);
         let out = case.run_with_fault(&fault);
         case.faults.push(format!("{fault:?}, {}: {}", out.status, stderr(&out)));
         let now = tree(&case.target);
         has_owners &= !(fault.call.starts_with("fchown") && fault.what.starts_with("error"));
-        case.check_moment(&source, &old, &now, &may_give(has_owners));
+        case.check_moment(&source, &old, &now, has_owners);
         if out.status.success() {
             case.check_result((&source, &old, &now), true);
         }
     }
     let real = case.run(None, &["-v"]);
     let now = tree(&case.target);
-    case.check_moment(&source, &old, &now, &may_give(has_owners));
+    case.check_moment(&source, &old, &now, has_owners);
     if !real.status.success() {
         if !may_fail(&real) {
             case.fail(&format!("the copy failed: {}", stderr(&real)));
@@ -723,7 +808,7 @@ fn copy_random_tree(way: Way, seed: u64) {
             case.fail(&format!("a second copy changed {path:?}: {entry:?}, before {before:?}"));
         }
     }
-    if tree(&case.source) != source {
+    if case.sources() != source {
         case.fail("the source changed");
     }
     for (path, entry) in tree(&case.outside) {
