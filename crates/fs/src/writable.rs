@@ -5,7 +5,7 @@ use rustix::fs::{Access, AtFlags, Mode};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};
 
-/// Whether this process may make and remove entries in a directory, by its mode and access list.
+/// True if mode and access list of a directory let this process make and remove entries in it.
 pub fn is_writable(dir: impl AsFd) -> bool {
     rustix::fs::accessat(dir, c".", Access::WRITE_OK | Access::EXEC_OK, AtFlags::EACCESS).is_ok()
 }

@@ -1,9 +1,9 @@
 //! Copies of random trees onto random trees, with random options and in every direction, compared with a model of the options.
 //!
-//! Some copies are killed at a random system call of either end, or get an error there, and are then repeated. At that moment
-//! every name has its old or its new content, and no new entry gives others more access than its source does.
+//! Some copies get a signal or an error at a random system call of either end, and are then repeated. At that moment, every name has
+//! its old or its new content, and no new entry gives other users more access than its source.
 //!
-//! `THRUWAY_SEEDS=FIRST..LAST` runs other seeds than the few that always run, `THRUWAY_KEEP=DIR` copies the trees of a failure there.
+//! `THRUWAY_SEEDS=FIRST..LAST` selects other seeds. `THRUWAY_KEEP=DIR` keeps the trees of a failure in DIR.
 
 mod support;
 
@@ -21,14 +21,14 @@ use std::time::SystemTime;
 use support::*;
 use thruway_fs::acl::{Acl, Entry as Right, Who};
 
-/// Names of entries, one of which is not UTF-8, and two of which look like patterns.
+/// Names of entries: one is not UTF-8, two look like patterns.
 const NAMES: [&[u8]; 8] = [b"a", b"b", b"c", b"d", b"e f", b"\xff", b"[b]", b"*"];
 
-/// The modes of files and of directories. A directory of the user who copies must be open to this user.
+/// The modes of files and directories in sources of users without root: they can read all of them.
 const FILE_MODES: [u32; 7] = [0o600, 0o644, 0o755, 0o444, 0o4755, 0o2750, 0o400];
 const DIRECTORY_MODES: [u32; 5] = [0o700, 0o755, 0o500, 0o2755, 0o1777];
 
-/// The system calls that a copy changes files with, or that it waits for before it goes on.
+/// System calls that change files, or that a copy waits for.
 const CALLS: [&str; 20] = [
     "openat",
     "renameat2",
@@ -66,12 +66,12 @@ struct Entry {
     content: Vec<u8>,
     size: u64,
     kept: Kept,
-    /// Device, number and time of birth, which entries with several names share.
+    /// Device, number and time of birth. Hard links have the same.
     identity: Identity,
     changed: (i64, i64),
 }
 
-/// What `-p` keeps.
+/// The attributes that `-p` keeps.
 #[derive(Clone, Debug, PartialEq)]
 struct Kept {
     mode: u32,
@@ -82,7 +82,7 @@ struct Kept {
 
 type Identity = (u64, u64, SystemTime);
 
-/// Entries by their path below the root, whose own path is empty.
+/// Entries by path below the root. The path of the root is empty.
 type Tree = BTreeMap<PathBuf, Entry>;
 
 fn entry(path: &Path) -> Entry {
@@ -137,7 +137,7 @@ fn tree(root: &Path) -> Tree {
     tree
 }
 
-/// Sets of names that stand for one entry.
+/// The sets of hard links.
 fn links(tree: &Tree) -> BTreeSet<BTreeSet<PathBuf>> {
     let mut names: BTreeMap<Identity, BTreeSet<PathBuf>> = BTreeMap::new();
     for (path, entry) in tree.iter().filter(|(_, entry)| entry.kind != FileType::Directory) {
@@ -151,9 +151,9 @@ struct Maker<'a> {
     random: &'a mut Rng,
     /// A directory that no copy may change.
     outside: &'a Path,
-    /// Whether entries have other owners than the user who runs the test.
+    /// Make entries of several owners. The copy then runs as root.
     owners: bool,
-    /// Whether there are pipes and devices.
+    /// Make pipes and devices.
     specials: bool,
     destination: bool,
     files: Vec<PathBuf>,
@@ -262,7 +262,7 @@ impl Maker<'_> {
         Acl::new(list).unwrap()
     }
 
-    /// One of few times, so that a copy can be older, newer, or of the same time.
+    /// Sets one of few times: an entry of the destination can be older, newer, or of the same time.
     fn date(&mut self, path: &Path) {
         let seconds = 1_000_000_000 + *self.random.choice(&[0, 0, 1, 2]).unwrap();
         let nanoseconds = *self.random.choice(&[0, 0, 0, 1, 999_999_999]).unwrap();
@@ -272,7 +272,7 @@ impl Maker<'_> {
     }
 }
 
-/// Which way a copy goes.
+/// Direction of a copy.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Way {
     Local,
@@ -284,10 +284,10 @@ enum Way {
 /// A fault in one system call.
 #[derive(Clone, Debug)]
 struct Fault {
-    /// Whether the daemon has it, and not `thruway cp`.
+    /// In the daemon, and not in `thruway cp`.
     at_daemon: bool,
     call: &'static str,
-    /// What strace does to which of these calls.
+    /// The rest of an `inject` expression of strace.
     what: String,
 }
 
@@ -308,7 +308,7 @@ impl Fault {
     }
 }
 
-/// One case: two trees, options, and a way between.
+/// Two trees, and the options and direction of the copy between them.
 struct Case {
     seed: u64,
     way: Way,
@@ -316,18 +316,18 @@ struct Case {
     /// Directories that the daemon exports.
     exports: PathBuf,
     source: PathBuf,
-    /// A second source of the same target, which has some of the entries.
+    /// A second source for the same target.
     second: Option<PathBuf>,
     target: PathBuf,
     outside: PathBuf,
     options: Vec<OsString>,
     umask: u32,
-    /// Whether the copy has -p.
+    /// With `-p`.
     preserve: bool,
     update: bool,
     delete: bool,
     excluded: Option<&'static str>,
-    /// Whether the source is given without a slash, so that the target gets the source's name.
+    /// The source is given without a slash, so the target gets its name.
     named: bool,
     owners: bool,
     daemon: Option<Daemon>,
@@ -417,7 +417,7 @@ impl Case {
         (case, random)
     }
 
-    /// The program, run by the user of this case, below strace if there is a fault.
+    /// A command that runs the program as the user of this case, with a fault under strace.
     fn program(&self, fault: Option<&Fault>) -> Command {
         let umask = format!("umask {:o}; exec \"$@\"", self.umask);
         let mut words: Vec<OsString> = ["sh", "-c", &umask, "sh"].map(OsString::from).to_vec();
@@ -446,7 +446,7 @@ impl Case {
         }
     }
 
-    /// Copies with a fault, if the copy comes to the system call that has it.
+    /// Copies with a fault. The copy succeeds if it does not make the system call.
     fn run_with_fault(&mut self, fault: &Fault) -> Output {
         if !fault.at_daemon {
             let out = self.run(Some(fault), &[]);
@@ -520,7 +520,7 @@ impl Case {
         all
     }
 
-    /// Whether `--exclude` covers a path.
+    /// True if `--exclude` matches a path.
     fn is_excluded(&self, path: &Path) -> bool {
         let is_match = |path: &Path| match self.excluded {
             Some("b") => path.file_name() == Some(OsStr::new("b")),
@@ -531,8 +531,8 @@ impl Case {
         path.ancestors().any(is_match)
     }
 
-    /// Checks what is promised in every moment of a copy from `source` onto what was `old`.
-    /// `has_owners`: the kernel has refused no owner.
+    /// Checks the promises that hold at every moment of a copy from `source` to a target with the entries `old`. `has_owners`: no system
+    /// call that sets owners has failed.
     fn check_moment(&self, source: &Tree, old: &Tree, now: &Tree, has_owners: bool) {
         let is_within = |entry: &Entry, wanted: &Entry, before: Option<&Entry>| {
             // After a refusal, an entry has the mode of the source all the same.
@@ -569,7 +569,7 @@ impl Case {
         self.check_losses(source, old, now);
     }
 
-    /// Whether an entry gives nobody but its owner more than its source does or, without -p, than the file `before` that it replaces.
+    /// True if an entry gives other users no more rights than its source or, without `-p`, than the replaced file `before`.
     fn is_within(&self, entry: &Entry, wanted: &Entry, before: Option<&Entry>) -> bool {
         if self.preserve {
             return is_within(entry, wanted);
@@ -606,7 +606,7 @@ impl Case {
         }
     }
 
-    /// With -u, whether this entry has the content of an old file that counted as equal to one of the names of `wanted`.
+    /// True if an entry has the content of an old file with the size and time of `wanted`, under any of the names of that. For `-u`.
     fn is_up_to_date(&self, wanted: &Entry, entry: &Entry, source: &Tree, old: &Tree) -> bool {
         let is_equal = |before: &&Entry| {
             (before.kind, before.size, before.kept.modified) == (wanted.kind, wanted.size, wanted.kept.modified)
@@ -615,7 +615,7 @@ impl Case {
         self.update && entry.kind == FileType::RegularFile && equal.any(|before| before.content == entry.content)
     }
 
-    /// Checks that nothing is missing that no option removes.
+    /// Checks that all entries are there that the options do not remove.
     fn check_losses(&self, source: &Tree, old: &Tree, now: &Tree) {
         let kept = |path: &Path| source.get(path).filter(|_| !self.is_excluded(path));
         for (path, before) in old.iter().filter(|(path, _)| !now.contains_key(*path) && !is_own_name(path)) {
@@ -702,7 +702,7 @@ fn names_of<'a>(entry: &'a Entry, tree: &'a Tree) -> impl Iterator<Item = &'a Pa
     tree.iter().filter(|(_, other)| other.identity == entry.identity).map(|(path, _)| path)
 }
 
-/// Whether a name is one of a temporary file or a journal.
+/// True for the names of temporary files and journals.
 fn is_own_name(path: &Path) -> bool {
     let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
     name.contains(".tw-") || name.starts_with(".thruway-") && name.ends_with(".journal")
@@ -721,7 +721,7 @@ fn rights(entry: &Entry) -> BTreeMap<Who, u8> {
         .collect()
 }
 
-/// Whether an entry gives nobody but its owner more than the other does.
+/// True if an entry gives other users no more rights than `limit`.
 fn is_within(entry: &Entry, limit: &Entry) -> bool {
     let allowed = if entry.kept.owner == limit.kept.owner { rights(limit) } else { BTreeMap::new() };
     // A new directory inherits the set-group-id bit.
@@ -741,7 +741,7 @@ fn items(out: &Output) -> BTreeSet<String> {
     parse(out)["items"].as_array().unwrap().iter().map(ToString::to_string).collect()
 }
 
-/// Whether a copy may fail: a directory that has something in it is not replaced, nor is a device.
+/// True if a copy failed for an entry that it must not replace: a directory with contents, or a device.
 fn may_fail(out: &Output) -> bool {
     let said = stderr(out);
     said.contains("in the way") || said.contains("destination is a device")

@@ -243,7 +243,7 @@ impl Tree {
         self.keeps_owner() && self.privileged
     }
 
-    /// True for an entry of the user `uid` that is this process's own, or the same user's as at the source where that is compared.
+    /// True for an entry of this process's user and, where owners are kept, for one of the owner at the source.
     pub(super) fn is_of_owner(&self, uid: u32, source: u32) -> bool {
         uid == rustix::process::geteuid().as_raw() || (self.gives_owner() && uid == source)
     }
@@ -304,8 +304,8 @@ impl Tree {
         short
     }
 
-    /// Makes an existing entry of this user writable: the kernel demands that for extended attributes of users. True if the mode has changed,
-    /// and is to be set.
+    /// Makes an existing entry of this user writable, as the kernel demands for attributes `user.*`. True if the mode was changed and must be
+    /// set again.
     fn make_attributes_writable(&self, fd: BorrowedFd<'_>, before: &Before) -> bool {
         if self.privileged || !self.manner.preserve || *before != Before::Anything {
             return false;
@@ -327,8 +327,8 @@ impl Tree {
         Ok(())
     }
 
-    /// Takes the rights to an existing directory from other users that the source does not give them, and gives it its owner, before
-    /// entries are put into it. Other attributes, and reports of failures, come at the end.
+    /// Removes the rights of other users to an existing directory that the source does not give, and sets its owner, before the session
+    /// makes entries in it. Other attributes, and reports of failures, come at the end.
     pub(super) fn narrow(&self, dir: BorrowedFd<'_>, meta: &Meta) {
         let Ok(stat) = rustix::fs::fstat(dir) else { return };
         let list = meta.xattrs.iter().find(|(name, _)| name == ACCESS_ACL.to_bytes());

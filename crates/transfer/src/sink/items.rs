@@ -20,12 +20,12 @@ const NOT_COMPARED: &str = "not compared";
 /// Most entries of each kind in [`Itemized`]: some MiB. The items of further ones depend on the order in which records are taken.
 const ITEMIZED_MAX: usize = 1 << 14;
 
-/// What the items of later records depend on; filled if the session reports items.
+/// State that determines the items of later records. Empty if the session reports no items.
 #[derive(Default)]
 pub(super) struct Itemized {
     /// Existing entries with several names, by device and inode number, that the session replaces.
     replaced: HashSet<(u64, u64)>,
-    /// Hard links that exist, with the entry that they had when their records were taken. They are items if it is replaced.
+    /// Existing hard links by path, with device and inode number. They are items if the session replaces that inode.
     links: HashMap<Vec<u8>, (u64, u64)>,
     /// Directories as they were before the session put anything into them.
     directories: HashMap<Vec<u8>, Stat>,

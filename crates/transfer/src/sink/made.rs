@@ -97,7 +97,7 @@ pub(crate) fn may_be_born(dir: impl AsFd, identity: Identity, since: i64) -> boo
 /// True for an entry of this user that was born at this time of [`Made::now`] or later. A name can come to mean an older entry as soon
 /// as another one was made under it.
 pub(crate) fn is_new(identity: Identity, stat: &Statx, since: i64) -> bool {
-    // Where times of birth are not recorded. Everybody who makes entries in a directory changes it, but only forwards to now.
+    // Without a time of birth. Users who make entries in a directory change this time, too.
     let born = if identity.born == 0 { nanoseconds(stat.stx_mtime) } else { identity.born };
     stat.stx_uid == rustix::process::geteuid().as_raw() && born >= since
 }

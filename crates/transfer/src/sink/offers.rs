@@ -93,7 +93,7 @@ impl Files {
                 if !self.earlier.is_empty() {
                     self.remove_begun(&place, &key);
                 }
-                // Somebody else may have put it here for the owner, the set-id bits or the further names of the source's file.
+                // A file of another user would get the owner, the set-id bits and the further names of the source's file.
                 let is_trusted = self.tree.is_of_owner(stat.stx_uid, entry.owner);
                 if !is_newer && !is_trusted && self.tree.gives_owner() {
                     return Answer::Send;

@@ -28,7 +28,7 @@ impl Identities {
     }
 }
 
-/// Entries with the times of their last changes. Any change by somebody else makes an entry unknown.
+/// Entries with their change times. An entry that somebody else has changed is not in the set.
 #[derive(Default)]
 pub(super) struct States(Hashes);
 

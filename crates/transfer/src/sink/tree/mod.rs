@@ -88,7 +88,7 @@ pub(crate) struct Tree {
     unlocked: Mutex<BTreeMap<Vec<u8>, Unlocked>>,
     /// Entries that this job has put in place.
     ours: Identities,
-    /// The same as they were left; filled if the source has limited rights, which then end with a change by somebody else.
+    /// The same with their change times: a source with limited rights has none to an entry that somebody else has changed. Empty for others.
     left: States,
     /// Entries of others that equal those of the source.
     found: Identities,
