@@ -17,8 +17,14 @@ const LINES_MAX: u32 = 100;
 const PERIOD: Duration = Duration::from_secs(10);
 
 /// Starts to log: warnings, with `-v` what happens, with `-vv` everything; or what `THRUWAY_LOG` says. With the time of each line, or not.
-pub(crate) fn start(verbose: u8, has_times: bool) {
-    let level = ["warn", "info", "debug"][usize::from(verbose.min(2))];
+/// `is_copy`: without `-v`, a failed session is no warning of its own, as the command reports it.
+pub(crate) fn start(verbose: u8, has_times: bool, is_copy: bool) {
+    let level = match (verbose, is_copy) {
+        (0, true) => "warn,thruway_transfer::daemon=error",
+        (0, false) => "warn",
+        (1, _) => "info",
+        (2.., _) => "debug",
+    };
     let filter = match std::env::var("THRUWAY_LOG").map(|text| (EnvFilter::try_new(&text), text)) {
         Ok((Ok(filter), _)) => filter,
         Ok((Err(error), text)) => {

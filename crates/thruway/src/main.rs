@@ -96,8 +96,8 @@ fn run() -> ExitCode {
     // What nothing else notes the time of.
     let has_times = matches!(&cli.command, Command::Relay(args) if args.is_in_background());
     // The first -v of a copy prints items; it does not raise the log level.
-    let items = matches!(&cli.command, Command::Cp(_));
-    log::start(cli.common.verbose.saturating_sub(items.into()), has_times);
+    let is_copy = matches!(&cli.command, Command::Cp(_));
+    log::start(cli.common.verbose.saturating_sub(is_copy.into()), has_times, is_copy);
     let result = match cli.command {
         Command::Cp(args) => cp::run(&args, &cli.common),
         Command::Clean(args) => clean::run(&args, &cli.common),

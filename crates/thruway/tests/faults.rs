@@ -380,6 +380,19 @@ fn a_corrupted_byte_never_reaches_a_file() {
 }
 
 #[test]
+fn a_local_copy_to_a_full_disk_reports_it_once() {
+    let lab = Lab::new();
+    let (big, full) = (big_file(&lab, 16 * MIB), lab.mkdir("full"));
+    let script =
+        format!("mount -t tmpfs -o size=8m none '{0}' && exec {THRUWAY} cp '{1}' '{0}'", full.display(), big.display());
+    let mut command = Command::new("unshare");
+    command.args(["--map-root-user", "--mount", "sh", "-c", &script]).env("XDG_CONFIG_HOME", lab.dir.path());
+    let out = command.env_remove("THRUWAY_LOG").output().unwrap();
+    let said = stderr(&out);
+    assert!(said.lines().count() == 1 && said.contains("No space left on device"), "{said}");
+}
+
+#[test]
 fn a_full_disk_is_told_and_the_copy_goes_on_when_there_is_room() {
     let lab = Lab::new();
     let (big, served) = (big_file(&lab, 48 * MIB), lab.mkdir("served"));
