@@ -27,6 +27,8 @@ pub(super) struct Itemized {
     replaced: HashSet<(u64, u64)>,
     /// Existing hard links by path, with device and inode number. They are items if the session replaces that inode.
     links: HashMap<Vec<u8>, (u64, u64)>,
+    /// In a dry run, the devices, pipes and sockets of the source.
+    specials: HashSet<Vec<u8>>,
     /// Directories as they were before the session put anything into them.
     directories: HashMap<Vec<u8>, Stat>,
 }
@@ -119,12 +121,20 @@ impl Files {
     pub(super) fn would_fail(&self, record: &Record) -> bool {
         // Pieces of a large file, which a dry run sends of devices only, need its beginning.
         let is_large = matches!(record, Record::Begin { .. });
-        let Some(path) = record.makes().filter(|_| self.params.options.dry_run && !is_large) else { return false };
-        if let Record::Special { meta, .. } = record
-            && let Err(e) = self.tree.check_device(meta)
-        {
-            self.fail(path, &e);
-            return true;
+        let path = match record {
+            Record::Link { path, .. } => Some(&path[..]),
+            _ => record.makes(),
+        };
+        let Some(path) = path.filter(|_| self.params.options.dry_run && !is_large) else { return false };
+        if let Record::Special { meta, .. } = record {
+            if let Err(e) = self.tree.check_device(meta) {
+                self.fail(path, &e);
+                return true;
+            }
+            let specials = &mut self.itemized().specials;
+            if specials.len() < ITEMIZED_MAX {
+                specials.insert(path.to_vec());
+            }
         }
         let replaced = |place: Place| {
             check_disk(&place.dir, &place.name)?;
@@ -134,7 +144,10 @@ impl Files {
             }
             match rustix::fs::statat(&place.dir, &place.name, AtFlags::SYMLINK_NOFOLLOW) {
                 Ok(there) => {
-                    let is_special = matches!(record, Record::Special { .. });
+                    let is_special = match record {
+                        Record::Link { target, .. } => self.itemized().specials.contains(target),
+                        _ => matches!(record, Record::Special { .. }),
+                    };
                     self.tree.check_special(FileType::from_raw_mode(there.st_mode), is_special)
                 }
                 Err(_) => Ok(()),
