@@ -2416,9 +2416,11 @@ fn existing_directories_lose_rights_before_entries_come() {
     }
     mode(&source, 0o700);
     std::os::unix::fs::chown(target.join("other"), Some(1234), Some(5678)).unwrap();
-    let list = "u::rwx,u:1234:rwx,g::r-x,m::rwx,o::---";
-    let set = Command::new("setfacl").args(["-m", list]).arg(target.join("list")).status().unwrap();
-    assert!(set.success());
+    let entry = |who, permissions| Entry { who, permissions };
+    let classes = [entry(Who::Owner, 7), entry(Who::OwningGroup, 5), entry(Who::Mask, 7), entry(Who::Others, 0)];
+    let list = Acl::new([&classes[..], &[entry(Who::User(1234), 7)]].concat()).unwrap().encode();
+    let flags = rustix::fs::XattrFlags::empty();
+    rustix::fs::setxattr(target.join("list"), "system.posix_acl_access", &list, flags).unwrap();
     let list = args(&[&"-a", &slash(&source), &target]);
     cp_until_rename(&lab, &mut Command::new("env"), &list);
     assert_eq!(mode_of(&target), 0o700);
