@@ -384,34 +384,48 @@ impl Tree {
         self.unlock_if(path, |made| self.manner.replace || made)
     }
 
-    /// As [`Tree::unlock`], if `may` is true. Its argument is true for a directory that the job has made. Also true for a directory that
-    /// is writable: another worker has made it so, or one above it, since the caller was refused.
+    /// As [`Tree::unlock`], with the directories above, if `may` is true for each. Its argument is true for a directory that the job has
+    /// made. True as well if its owner has all rights to the directory: another worker has made it
+    /// so since the caller was refused.
     fn unlock_if(&self, path: &[u8], may: impl Fn(bool) -> bool) -> bool {
         if self.privileged {
             return false;
         }
-        self.unlock_in(&mut self.unlocked.lock().expect("no panics under the lock"), path, &may)
-    }
-
-    fn unlock_in(&self, unlocked: &mut BTreeMap<Vec<u8>, Unlocked>, path: &[u8], may: &dyn Fn(bool) -> bool) -> bool {
-        let open = || beneath::open(&self.root, path, OFlags::PATH | OFlags::DIRECTORY, Links::Never);
-        let (opened, is_above_open) = match open() {
-            // The directory above may not be searched. With that changed, this one may be missing.
-            Err(Errno::ACCESS) if !path.is_empty() && self.unlock_in(unlocked, split(path).0, may) => (open(), true),
-            other => (other, false),
+        let mut unlocked = self.unlocked.lock().expect("no panics under the lock");
+        let mut unlock = |dir: &OwnedFd, path: &[u8]| {
+            let (identity, stat) = Identity::of(dir, c"").ok()?;
+            let made = self.made_before.lock().expect("no panics under the lock").get(&key_of(path)).copied();
+            let is_made = made.is_some_and(|made| made.is(identity, &stat, self.has_all_rights()));
+            if !may(is_made) {
+                return None;
+            }
+            let Some(mode) = writable::unlock(dir) else {
+                let is_own = stat.stx_uid == rustix::process::geteuid().as_raw();
+                return (is_own && u32::from(stat.stx_mode) & 0o700 == 0o700).then_some(());
+            };
+            // Once more: a change of the mode gives some entries of overlays another time of birth.
+            let (identity, _) = Identity::of(dir, c"").ok()?;
+            unlocked.insert(path.to_vec(), Unlocked { identity, mode });
+            Some(())
         };
-        let Ok(dir) = opened else { return is_above_open };
-        let Ok((identity, stat)) = Identity::of(&dir, c"") else { return false };
-        let made = self.made_before.lock().expect("no panics under the lock").get(&key_of(path)).copied();
-        if !may(made.is_some_and(|made| made.is(identity, &stat, self.has_all_rights()))) {
-            return false;
+        // Level by level: a peer can name thousands.
+        let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let (mut dir, mut above, mut is_changed) = (Arc::clone(&self.root), &path[..0], false);
+        for name in path.split(|byte| *byte == b'/').filter(|name| !name.is_empty()) {
+            let open = || beneath::open(&dir, name, flags, Links::Never);
+            let opened = match open() {
+                Err(Errno::ACCESS) if unlock(&dir, above).is_some() => {
+                    is_changed = true;
+                    open()
+                }
+                other => other,
+            };
+            // With one above changed, it may turn out to be missing.
+            let Ok(below) = opened else { return is_changed };
+            dir = Arc::new(below);
+            above = &path[..above.len() + usize::from(!above.is_empty()) + name.len()];
         }
-        if writable::is_writable(&dir) {
-            return true;
-        }
-        let Some(mode) = writable::unlock(&dir) else { return false };
-        unlocked.insert(path.to_vec(), Unlocked { identity, mode });
-        true
+        unlock(&dir, path).is_some() || is_changed
     }
 
     /// The mode that a directory had before it was made writable; `None` for others.
@@ -477,6 +491,9 @@ impl Tree {
         let before = self.made_before.lock().expect("no panics under the lock").remove(&key_of(path));
         let made = match (new, early.or(before)) {
             (None, Some(earlier)) => match self.open_made(path, earlier)? {
+                None if early.is_some() && !self.may_be_renumbered(&*self.open_to_write(path)?)? => {
+                    return Err(io::Error::other("another directory has its name now; attributes were not set"));
+                }
                 Some(dir) => {
                     if self.manner.preserve {
                         Tree::drop_inherited(dir.as_fd())?;

@@ -841,6 +841,10 @@ fn exchanged_directories_get_no_attributes_on_overlays_either() {
     for name in ["plain", "lower", "upper", "work", "merged"] {
         fs::create_dir(path(name)).unwrap();
     }
+    for layer in ["plain", "lower"] {
+        fs::create_dir(path(layer).join("read-only")).unwrap();
+        fs::set_permissions(path(layer).join("read-only"), fs::Permissions::from_mode(0o555)).unwrap();
+    }
     let layers = ["lower", "upper", "work"].map(|name| format!("{name}dir={}", path(name).display())).join(",");
     let merged = path("merged");
     let mut mount = std::process::Command::new("mount");
@@ -850,7 +854,7 @@ fn exchanged_directories_get_no_attributes_on_overlays_either() {
     for root in [&path("plain"), &merged] {
         fs::create_dir(root.join("private")).unwrap();
         fs::set_permissions(root.join("private"), fs::Permissions::from_mode(0o700)).unwrap();
-        let tree = tree(root);
+        let mut tree = tree(root);
         let meta = Meta { mode: 0o040_777, ..Meta::default() };
         let mut made = Vec::new();
         for name in ["kept", "exchanged"] {
@@ -862,5 +866,18 @@ fn exchanged_directories_get_no_attributes_on_overlays_either() {
         let error = tree.finish_directory(b"exchanged", &meta, Some(made[1])).unwrap_err();
         assert!(error.to_string().contains("another directory"), "{error}");
         assert_eq!((mode_of(&root.join("kept")), mode_of(&root.join("exchanged"))), (0o777, 0o700));
+        // A directory made for an entry before its own record came.
+        tree.place(b"early/file").unwrap();
+        fs::rename(root.join("early"), root.join("moved")).unwrap();
+        fs::rename(root.join("exchanged"), root.join("early")).unwrap();
+        let error = tree.make_directory(b"early", &meta).unwrap_err();
+        assert!(error.to_string().contains("another directory"), "{error}");
+        assert_eq!(mode_of(&root.join("early")), 0o700);
+        // One of the lower layer gets another time of birth with the first change.
+        tree.privileged = false;
+        assert!(tree.unlock(b"read-only"));
+        assert_eq!(mode_of(&root.join("read-only")), 0o755);
+        tree.lock_again();
+        assert_eq!(mode_of(&root.join("read-only")), 0o555);
     }
 }
