@@ -87,7 +87,7 @@ impl Files {
         let decision = self.earlier.judge((&key, &version), present, update, look);
         match (decision, found) {
             (ResumeDecision::Placed { lacking }, Some(found)) => {
-                self.resumed((&entry.path, &place), key, found, lacking)
+                self.resumed((&entry.path, &place), key, found, Some(lacking))
             }
             (ResumeDecision::UpToDate { is_newer }, Some((identity, stat))) => {
                 if !self.earlier.is_empty() {
@@ -120,8 +120,8 @@ impl Files {
                             && checked.complete
                             && readback.is_hole_outside(&checked.good, entry.size) =>
                     {
-                        // Whether all attributes could be kept was not recorded any more.
-                        self.resumed((&entry.path, &place), key, found, true)
+                        // Whether all attributes could be kept was not recorded any more, nor whether its owner has changed it since.
+                        self.resumed((&entry.path, &place), key, found, None)
                     }
                     _ => Answer::Send,
                 }
@@ -160,14 +160,17 @@ impl Files {
         answer
     }
 
-    /// This file was put in place by an earlier attempt; `lacking` if some of its attributes may not be there.
+    /// This file was put in place by an earlier attempt, and not changed since; `lacking` if some of its attributes may not be there. If that
+    /// is not known, only a source with all rights may set them, or make links to the file.
     fn resumed(
         &self,
         (path, place): (&[u8], &Place),
         key: Key,
         (identity, stat): (Identity, Statx),
-        lacking: bool,
+        lacking: Option<bool>,
     ) -> Answer {
+        let is_left = lacking.is_some() || self.tree.has_all_rights();
+        let lacking = lacking.unwrap_or(is_left);
         // The promise can wait for long, and the name mean another file then.
         let changed = nanoseconds(stat.stx_ctime);
         if self.tree.sync_later(split(path).0, &place.dir).is_err()
@@ -175,7 +178,10 @@ impl Files {
         {
             return Answer::Send;
         }
-        self.tree.remember_identity(identity, &stat);
+        match is_left {
+            true => self.tree.remember_identity(identity, &stat),
+            false => self.tree.remember_linkable(identity, &stat),
+        }
         // An attempt that could not read it back may have begun to send it again.
         self.remove_begun(place, &key);
         self.has_got_on(stat.stx_size);

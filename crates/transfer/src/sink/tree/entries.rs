@@ -313,10 +313,8 @@ impl Tree {
             return Ok(false);
         }
         match (is_of_job, entry.stat.st_nlink) {
-            // Its owner has changed it since an earlier session made it.
-            (true, _) if !is_link(&entry.stat) && entry.stat.st_mode & 0o7777 != self.mode(meta) => {
-                self.ours.insert(identity, &stat);
-            }
+            // Its owner may have changed it since an earlier session made it.
+            (true, _) if !is_link(&entry.stat) => self.ours.insert(identity, &stat),
             (true, _) => self.remember_identity(identity, &stat),
             // Entries of others give no rights.
             (false, ..=1) => self.found.insert(identity, &stat),

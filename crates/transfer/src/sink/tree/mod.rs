@@ -334,7 +334,7 @@ impl Tree {
     }
 
     /// True if the source may read and replace whatever is there.
-    pub(super) fn has_all_rights(&self) -> bool {
+    pub(crate) fn has_all_rights(&self) -> bool {
         self.manner.replace && self.manner.readable
     }
 
