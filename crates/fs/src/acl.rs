@@ -135,6 +135,15 @@ impl Acl {
         Acl(self.0.iter().map(limit).collect())
     }
 
+    /// The list without rights of the owning group.
+    pub fn without_group(&self) -> Acl {
+        let without = |entry: &Entry| match entry.who {
+            Who::OwningGroup => Entry { permissions: 0, ..*entry },
+            _ => *entry,
+        };
+        Acl(self.0.iter().map(without).collect())
+    }
+
     /// The entries: the owner, users, the owning group, groups, the mask, others.
     pub fn entries(&self) -> &[Entry] {
         &self.0

@@ -9,6 +9,8 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 
 /// Access control list of an entry.
 pub const ACCESS_ACL: &CStr = c"system.posix_acl_access";
+/// File capabilities.
+pub const CAPABILITIES: &CStr = c"security.capability";
 /// Access control list that new entries of a directory inherit.
 pub const DEFAULT_ACL: &CStr = c"system.posix_acl_default";
 
@@ -202,16 +204,32 @@ pub fn has(fd: BorrowedFd<'_>, attribute: &[u8], value: &[u8]) -> bool {
 }
 
 /// Gives an open file the access control list of another one. If that has none, its permission bits `mode` replace a list that the file
-/// has inherited. Both may be opened as paths.
+/// has inherited. Without `with_group`, the owning group gets no rights. Both may be opened as paths. Returns the mode of the file.
 ///
 /// # Errors
-/// If the list cannot be set. The file then has the one that it had.
-pub fn copy_acl(from: BorrowedFd<'_>, mode: u32, to: BorrowedFd<'_>) -> io::Result<()> {
+/// If the list is malformed, or cannot be set. The file then has the one that it had.
+pub fn copy_acl(from: BorrowedFd<'_>, mode: u32, to: BorrowedFd<'_>, with_group: bool) -> io::Result<u32> {
     let from = path_of(from, c"");
     if let Ok(list) = get(|value| rustix::fs::getxattr(&from, ACCESS_ACL, value)) {
-        write(to, ACCESS_ACL.to_bytes(), &list)?;
-    } else if has_access_acl(to) {
+        let list = Acl::decode(&list).map_err(io::Error::other)?;
+        let list = if with_group { list } else { list.without_group() };
+        write(to, ACCESS_ACL.to_bytes(), &list.encode())?;
+        return Ok(mode & !0o777 | list.mode().0);
+    }
+    let mode = if with_group { mode } else { mode & !0o070 };
+    if has_access_acl(to) {
         replace_acl(to, mode)?;
     }
-    Ok(())
+    Ok(mode)
+}
+
+/// True if the entry of this name in a directory, or an open file with an empty name, has file capabilities.
+pub fn has_capabilities(dir: BorrowedFd<'_>, name: &CStr) -> bool {
+    let path = path_of(dir, name);
+    let mut none = [0; 0];
+    let len = match name.is_empty() {
+        true => rustix::fs::getxattr(path, CAPABILITIES, &mut none[..]),
+        false => rustix::fs::lgetxattr(path, CAPABILITIES, &mut none[..]),
+    };
+    len.is_ok()
 }

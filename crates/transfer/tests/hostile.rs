@@ -444,7 +444,17 @@ fn a_flood_of_control_messages_is_bounded() {
     // As many as a source makes are answered in turn; more are held against it.
     let offer = |i: u32| {
         let path = format!("f{i}").into_bytes();
-        let entries = vec![OfferEntry { path, size: 1, mtime: (0, 0), ctime: (0, 0), owner: 0, linked: false }];
+        let entries = vec![OfferEntry {
+            path,
+            size: 1,
+            mtime: (0, 0),
+            ctime: (0, 0),
+            owner: 0,
+            group: 0,
+            mode: 0,
+            capable: false,
+            linked: false,
+        }];
         Control::Offer { batch: i, entries }
     };
     for i in 0..500 {

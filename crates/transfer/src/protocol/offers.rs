@@ -6,8 +6,8 @@ use std::collections::VecDeque;
 /// Files offered in one message, and bytes of the message they may take.
 const ENTRIES: usize = 64;
 const BYTES: usize = 7500;
-/// Bytes of an offered file beside its path, at most: the length of that, its size, two times, its owner, and whether it is linked.
-const ENTRY: usize = 2 + 10 + 2 * (10 + 5) + 5 + 1;
+/// Bytes of an offered file beside its path, at most: the length of that, its size, two times, owner, group, mode, and two flags.
+const ENTRY: usize = 2 + 10 + 2 * (10 + 5) + 3 * 5 + 2;
 /// Offers in progress: on a long path so many batches are answered in one round trip. Fewer than the
 /// receives that a control connection has for them.
 pub(crate) const AHEAD: usize = 10;
@@ -83,6 +83,9 @@ mod tests {
                 mtime: time,
                 ctime: time,
                 owner: u32::MAX,
+                group: u32::MAX,
+                mode: u32::MAX,
+                capable: true,
                 linked: true,
             };
             let mut count = 0;

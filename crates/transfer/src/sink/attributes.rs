@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use thruway_fs::Identity;
 use thruway_fs::acl::Acl;
-use thruway_fs::xattr::{ACCESS_ACL, Attributes, DEFAULT_ACL};
+use thruway_fs::xattr::{ACCESS_ACL, Attributes, CAPABILITIES, DEFAULT_ACL};
 
 /// How far a source is trusted with attributes that give rights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -30,8 +30,6 @@ const TIME_STEP: u64 = 2;
 
 /// Set-user-ID and set-group-ID bits of a mode.
 const SET_ID: u32 = 0o6000;
-/// Extended attribute with the file capabilities.
-const CAPABILITIES: &[u8] = b"security.capability";
 /// Reason in reports of attributes that a daemon does not set for this key.
 const PRIVILEGED: &str = "this needs a key with the 'privileged' option";
 
@@ -499,7 +497,7 @@ impl Tree {
         name.starts_with(b"user.")
             || name == ACCESS_ACL.to_bytes()
             || name == DEFAULT_ACL.to_bytes()
-            || (name == CAPABILITIES && self.gives_owner())
+            || (name == CAPABILITIES.to_bytes() && self.gives_owner())
     }
 
     /// Removes extended attributes that the source does not have. Sets the access control list before the mode, which would give
@@ -581,7 +579,7 @@ impl Tree {
         if thruway_fs::xattr::has(fd, attribute, value) {
             return;
         }
-        if attribute.starts_with(b"security.") && attribute != CAPABILITIES {
+        if attribute.starts_with(b"security.") && attribute != CAPABILITIES.to_bytes() {
             return self.tell_once(short, &self.told.no_labels, "security labels");
         }
         let attribute = crate::escape(attribute);

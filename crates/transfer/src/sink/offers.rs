@@ -13,6 +13,7 @@ use crate::wire::{Answer, OfferEntry};
 use rustix::fs::{AtFlags, Statx, unlinkat};
 use std::ffi::CStr;
 use std::io;
+use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
@@ -95,7 +96,7 @@ impl Files {
                 }
                 // A file of another user would get the owner, the set-id bits and the further names of the source's file.
                 let is_trusted = self.tree.is_of_owner(stat.stx_uid, entry.owner);
-                if !is_newer && !is_trusted && self.tree.gives_owner() {
+                if !is_newer && self.tree.gives_owner() && !(is_trusted && has_grants(&place, &stat, entry)) {
                     return Answer::Send;
                 }
                 // A newer file keeps its attributes, and so does any file without the right to replace it.
@@ -214,4 +215,12 @@ impl Files {
         let checked = readback.check(journal, key, unfinished, || !self.over.load(Ordering::SeqCst)).ok()?;
         Some((readback, checked))
     }
+}
+/// True if attributes of an offered file give the one at the destination no set-group-id bit or capabilities that it does not have. Its owner
+/// could use them for another content. The file of root is no other.
+fn has_grants(place: &Place, here: &Statx, offered: &OfferEntry) -> bool {
+    const SET_GROUP_ID: u32 = 0o2000;
+    let has_group = || u32::from(here.stx_mode) & SET_GROUP_ID != 0 && here.stx_gid == offered.group;
+    let is_capable = || thruway_fs::xattr::has_capabilities(place.dir.as_fd(), &place.name);
+    here.stx_uid == 0 || ((offered.mode & SET_GROUP_ID == 0 || has_group()) && (!offered.capable || is_capable()))
 }

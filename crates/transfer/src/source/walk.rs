@@ -609,6 +609,9 @@ impl Walker {
 
     /// Adds an offer. True if a batch was sent for it.
     fn push_offer(&mut self, mut candidate: Candidate) -> bool {
+        let is_capable = |dir: Arc<OwnedFd>| thruway_fs::xattr::has_capabilities(dir.as_fd(), &candidate.from.name);
+        let is_program = candidate.stat.st_mode & 0o111 != 0;
+        let capable = self.params.options.preserve && is_program && candidate.from.dir().is_ok_and(is_capable);
         // Offers wait for a round trip, and each might be in a directory of its own: descriptors are few.
         if !candidate.from.name.is_empty() {
             candidate.from.dir = None;
@@ -619,6 +622,9 @@ impl Walker {
             mtime: (candidate.stat.st_mtime, candidate.stat.st_mtime_nsec as u32),
             ctime: (candidate.stat.st_ctime, candidate.stat.st_ctime_nsec as u32),
             owner: candidate.stat.st_uid,
+            group: candidate.stat.st_gid,
+            mode: candidate.stat.st_mode,
+            capable,
             linked: candidate.linked,
         };
         let is_full = !self.offers.has_room(&entry);

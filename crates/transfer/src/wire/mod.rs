@@ -358,6 +358,12 @@ pub struct OfferEntry {
     pub ctime: (i64, u32),
     /// User number of its owner.
     pub owner: u32,
+    /// Number of its group.
+    pub group: u32,
+    /// Its mode.
+    pub mode: u32,
+    /// It is executable and has file capabilities.
+    pub capable: bool,
     /// Another name of a file that was offered before. Nothing of it is sent: unless the entry there is newer, it becomes a hard link.
     pub linked: bool,
 }
@@ -664,6 +670,9 @@ mod tests {
                     mtime: (-1, 5),
                     ctime: (7, 8),
                     owner: 9,
+                    group: 10,
+                    mode: 0o100_644,
+                    capable: true,
                     linked: true,
                 }],
             },

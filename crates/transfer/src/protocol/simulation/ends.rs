@@ -108,6 +108,9 @@ impl SourceEnd {
                 mtime: (*mtime, 0),
                 ctime: (*mtime, 0),
                 owner: 0,
+                group: 0,
+                mode: 0,
+                capable: false,
                 linked: false,
             };
             self.offers.push(entry, file);

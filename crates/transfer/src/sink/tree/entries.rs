@@ -565,14 +565,14 @@ impl Tree {
                         false if file.stat.st_gid == old.stat.st_gid => Ok(()),
                         false => file.give_to_group(old.stat.st_gid),
                     };
-                    let mode = match given {
-                        Ok(()) => old.stat.st_mode,
+                    let has_group = match given {
+                        Ok(()) => true,
                         // This user namespace has no such owner, or the user is not in the group: another group gets no rights.
-                        Err(Errno::INVAL | Errno::PERM) => old.stat.st_mode & !0o070,
+                        Err(Errno::INVAL | Errno::PERM) => false,
                         Err(e) => return Err(e.into()),
                     };
                     // Before the mode, which gives rights to users in an inherited list.
-                    thruway_fs::xattr::copy_acl(old.as_fd(), mode, file.as_fd())?;
+                    let mode = thruway_fs::xattr::copy_acl(old.as_fd(), old.stat.st_mode, file.as_fd(), has_group)?;
                     file.chmod(mode & 0o1777)?;
                 }
                 open.iter().for_each(|open| self.sync_if_by_file(open));
