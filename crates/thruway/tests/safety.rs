@@ -2449,10 +2449,22 @@ fn files_of_others_get_no_owner_or_set_id_bits() {
     set_modified(&source.join("a/tool"), time);
     fs::create_dir(source.join("z")).unwrap();
     fs::hard_link(source.join("a/tool"), source.join("z/tool")).unwrap();
-    write(source.join("theirs"), "same");
-    std::os::unix::fs::chown(source.join("theirs"), Some(NOBODY), Some(NOBODY)).unwrap();
+    for name in ["theirs", "group", "capable"] {
+        write(source.join(name), "same");
+        std::os::unix::fs::chown(source.join(name), Some(NOBODY), Some(NOBODY)).unwrap();
+    }
+    std::os::unix::fs::chown(source.join("group"), None, Some(2000)).unwrap();
+    mode(source.join("group"), 0o2755);
+    // Version 2, effective, CAP_SETUID (include/uapi/linux/capability.h).
+    let capability = [[1, 0, 0, 2], [0x80, 0, 0, 0], [0; 4], [0; 4], [0; 4]].concat();
+    let set = |path: &Path| {
+        let flags = rustix::fs::XattrFlags::empty();
+        rustix::fs::setxattr(path, "security.capability", &capability, flags).unwrap();
+    };
+    set(&source.join("capable"));
+    mode(source.join("capable"), 0o755);
     mode(target.join("a"), 0o1777);
-    for (name, content) in [("a/tool", "evil"), ("theirs", "own!")] {
+    for (name, content) in [("a/tool", "evil"), ("theirs", "own!"), ("group", "evil"), ("capable", "evil")] {
         write(target.join(name), content);
         std::os::unix::fs::chown(target.join(name), Some(NOBODY), Some(NOBODY)).unwrap();
         set_modified(&source.join(name), time);
@@ -2464,8 +2476,12 @@ fn files_of_others_get_no_owner_or_set_id_bits() {
         assert_eq!((fs::read_to_string(target.join(name)).unwrap(), meta.uid()), ("good".into(), 0), "{name}");
         assert_eq!(mode_of(target.join(name)), 0o4755, "{name}");
     }
-    // The owner is the same: -u compares size and time.
-    assert_eq!(fs::read_to_string(target.join("theirs")).unwrap(), "own!");
+    // The owner is the same: -u compares size and time. But the owner could not give these rights.
+    let contents = ["theirs", "group", "capable"].map(|name| fs::read_to_string(target.join(name)).unwrap());
+    assert_eq!(contents, ["own!", "same", "same"]);
+    assert_eq!((mode_of(target.join("group")), fs::metadata(target.join("group")).unwrap().gid()), (0o2755, 2000));
+    let again = cp(&lab, &args(&[&"-auv", &slash(&source), &target]));
+    assert_eq!(items(&again), Vec::<String>::new());
 }
 
 #[test]
@@ -2556,5 +2572,61 @@ fn an_interrupted_copy_of_a_read_only_file_resumes() {
         assert!(parse(&out)["resumed_bytes"].as_u64().unwrap() > 0, "{options} {}", parse(&out));
         assert_eq!((names(&target), mode_of(target.join("pack"))), (vec!["pack".to_string()], 0o400));
         fs::remove_file(target.join("pack")).unwrap();
+    }
+}
+
+#[test]
+fn deep_paths_below_a_closed_directory_end_no_process() {
+    let lab = Lab::new();
+    let (source, target) = (lab.mkdir("source"), lab.mkdir("target"));
+    let deep = source.join("closed").join("x/".repeat(1000));
+    write(deep.join("file"), "content");
+    let copied = target.join("closed").join("x/".repeat(1000)).join("file");
+    write(&copied, "content");
+    give_to_nobody(&lab);
+    mode(target.join("closed"), 0);
+    let mut command = as_nobody(&lab);
+    command.arg(lab.program_for_all()).args(["cp", "-au"]).args([slash(&source), target.into()]);
+    let out = command.output().unwrap();
+    assert!(out.status.success(), "{}", stderr(&out));
+    assert_eq!(fs::read_to_string(&copied).unwrap(), "content");
+}
+
+#[test]
+fn files_that_their_owner_has_closed_after_a_kill_stay_closed() {
+    for when in [2, 20, 60, 100] {
+        let lab = Lab::new();
+        let (source, served) = (lab.mkdir("source"), lab.mkdir("served"));
+        for i in 0..200 {
+            // Files that are synced together are recorded after all of them have their names.
+            fs::write(source.join(format!("{i}")), noise(if i % 10 == 0 { 3 << 20 } else { 100 }, i)).unwrap();
+        }
+        let (key, mut daemon) = lab.serve_to_key("create", &served);
+        let mut tracer = Command::new("strace");
+        tracer.args(["-f", "-qq", "-o", "/dev/null", "-e", "trace=renameat2"]);
+        tracer.args(["-e", &format!("inject=renameat2:signal=KILL:when={when}")]);
+        let mut tracer = tracer.args(["-p", &daemon.child.id().to_string()]).spawn().unwrap();
+        let tasks = format!("/proc/{}/task", daemon.child.id());
+        let is_traced = |task: fs::DirEntry| {
+            fs::read_to_string(task.path().join("status")).is_ok_and(|status| !status.contains("TracerPid:\t0\n"))
+        };
+        while !fs::read_dir(&tasks).unwrap().all(|task| is_traced(task.unwrap())) {
+            assert!(tracer.try_wait().unwrap().is_none(), "strace follows the daemon");
+            std::thread::yield_now();
+        }
+        let list = args(&[&"-a", &"--key", &key, &"--retries", &"0", &slash(&source), &daemon.url("e/")]);
+        assert!(!try_cp(&lab, &list).status.success());
+        daemon.kill();
+        tracer.wait().unwrap();
+        let placed: Vec<String> = names(&served).into_iter().filter(|name| !name.contains(".tw-")).collect();
+        assert!(!placed.is_empty() && placed.len() < 200, "{placed:?}");
+        placed.iter().for_each(|name| mode(served.join(name), 0o600));
+        let allowed = lab.path("allowed-create");
+        let more = [OsStr::new("--authorized-keys"), allowed.as_os_str(), OsStr::new("--export")];
+        let _daemon = Daemon::start_at(&daemon.addr.clone(), &[&more[..], &[&export("e", &served, "")]].concat());
+        // A file that is recorded with another change time is an error: it may not be replaced.
+        try_cp(&lab, &list);
+        placed.iter().for_each(|name| assert_eq!(mode_of(served.join(name)), 0o600, "{name}"));
+        assert_eq!(names(&served).iter().filter(|name| !name.contains(".tw-")).count(), 200);
     }
 }
