@@ -1,6 +1,7 @@
 //! Items of a copy: one for each entry that is changed (in a dry run: would be changed), with the reason.
 
 use super::files::Files;
+use super::journal::{Key, key_of};
 use super::tree::{Place, check_disk};
 use crate::wire::{Meta, Record, Report, ReportKind};
 use rustix::fs::{AtFlags, FileType, Stat};
@@ -19,6 +20,8 @@ const NOT_COMPARED: &str = "not compared";
 
 /// Most entries of each kind in [`Itemized`]: some MiB. The items of further ones depend on the order in which records are taken.
 const ITEMIZED_MAX: usize = 1 << 14;
+/// Most bytes of the paths of hard links in [`Itemized`].
+const ITEMIZED_BYTES_MAX: usize = 2 << 20;
 
 /// State that determines the items of later records. Empty if the session reports no items.
 #[derive(Default)]
@@ -27,10 +30,12 @@ pub(super) struct Itemized {
     replaced: HashSet<(u64, u64)>,
     /// Existing hard links by path, with device and inode number. They are items if the session replaces that inode.
     links: HashMap<Vec<u8>, (u64, u64)>,
+    /// Of the paths of those.
+    bytes: usize,
     /// In a dry run, the devices, pipes and sockets of the source.
-    specials: HashSet<Vec<u8>>,
+    specials: HashSet<Key>,
     /// Directories as they were before the session put anything into them.
-    directories: HashMap<Vec<u8>, Stat>,
+    directories: HashMap<Key, Stat>,
 }
 
 impl Files {
@@ -73,11 +78,11 @@ impl Files {
     fn note_directory(&self, path: &[u8]) {
         let (parent, _) = beneath::split(path);
         let mut itemized = self.itemized();
-        if !itemized.directories.contains_key(parent)
+        if !itemized.directories.contains_key(&key_of(parent))
             && itemized.directories.len() < ITEMIZED_MAX
             && let Some(stat) = self.stat(parent)
         {
-            itemized.directories.insert(parent.to_vec(), stat);
+            itemized.directories.insert(key_of(parent), stat);
         }
     }
 
@@ -133,7 +138,7 @@ impl Files {
             }
             let specials = &mut self.itemized().specials;
             if specials.len() < ITEMIZED_MAX {
-                specials.insert(path.to_vec());
+                specials.insert(key_of(path));
             }
         }
         let replaced = |place: Place| {
@@ -145,7 +150,7 @@ impl Files {
             match rustix::fs::statat(&place.dir, &place.name, AtFlags::SYMLINK_NOFOLLOW) {
                 Ok(there) => {
                     let is_special = match record {
-                        Record::Link { target, .. } => self.itemized().specials.contains(target),
+                        Record::Link { target, .. } => self.itemized().specials.contains(&key_of(target)),
                         _ => matches!(record, Record::Special { .. }),
                     };
                     self.tree.check_special(FileType::from_raw_mode(there.st_mode), is_special)
@@ -200,7 +205,7 @@ impl Files {
         differs: impl FnOnce(&Stat) -> Option<&'static str>,
     ) -> Option<&'static str> {
         let Some(mut stat) = self.stat(path) else { return Some(NEW) };
-        if let Some(before) = self.itemized().directories.get(path) {
+        if let Some(before) = self.itemized().directories.get(&key_of(path)) {
             stat = *before;
         }
         if let Some(mode) = self.tree.mode_before_unlock(path) {
@@ -258,9 +263,10 @@ impl Files {
         if identity(target) != Some(here) {
             return Some(HARD_LINK);
         }
-        let links = &mut self.itemized().links;
-        if links.len() < ITEMIZED_MAX {
-            links.insert(path.to_vec(), here);
+        let mut itemized = self.itemized();
+        if itemized.links.len() < ITEMIZED_MAX && itemized.bytes + path.len() <= ITEMIZED_BYTES_MAX {
+            itemized.bytes += path.len();
+            itemized.links.insert(path.to_vec(), here);
         }
         None
     }
