@@ -85,7 +85,7 @@ pub(crate) struct Tree {
     /// Held while an entry gives way to a directory.
     replacing: Mutex<()>,
     /// Directories made writable for the time of the copy, by path.
-    unlocked: Mutex<BTreeMap<Vec<u8>, Unlocked>>,
+    unlocked: Mutex<UnlockedDirectories>,
     /// Entries that this job has put in place.
     ours: Identities,
     /// The same with their change times: a source with limited rights has none to an entry that somebody else has changed. Empty for others.
@@ -126,6 +126,25 @@ impl Early {
         Some(early.made)
     }
 }
+
+/// Directories made writable for the time of the copy.
+#[derive(Default)]
+struct UnlockedDirectories {
+    paths: BTreeMap<Vec<u8>, Unlocked>,
+    /// Of all paths.
+    bytes: usize,
+}
+
+impl UnlockedDirectories {
+    fn remove(&mut self, path: &[u8]) {
+        if self.paths.remove(path).is_some() {
+            self.bytes -= path.len();
+        }
+    }
+}
+
+/// Most bytes of paths of directories that are made writable. Further ones are not.
+const UNLOCKED_BYTES_MAX: usize = 32 << 20;
 
 /// A directory made writable for the time of the copy.
 struct Unlocked {
@@ -396,7 +415,7 @@ impl Tree {
             let (identity, stat) = Identity::of(dir, c"").ok()?;
             let made = self.made_before.lock().expect("no panics under the lock").get(&key_of(path)).copied();
             let is_made = made.is_some_and(|made| made.is(identity, &stat, self.has_all_rights()));
-            if !may(is_made) {
+            if !may(is_made) || unlocked.bytes + path.len() > UNLOCKED_BYTES_MAX {
                 return None;
             }
             let Some(mode) = writable::unlock(dir) else {
@@ -405,7 +424,8 @@ impl Tree {
             };
             // Once more: a change of the mode gives some entries of overlays another time of birth.
             let (identity, _) = Identity::of(dir, c"").ok()?;
-            unlocked.insert(path.to_vec(), Unlocked { identity, mode });
+            unlocked.bytes += path.len();
+            unlocked.paths.insert(path.to_vec(), Unlocked { identity, mode });
             Some(())
         };
         // Level by level: a peer can name thousands.
@@ -430,14 +450,14 @@ impl Tree {
 
     /// The mode that a directory had before it was made writable; `None` for others.
     pub(crate) fn mode_before_unlock(&self, path: &[u8]) -> Option<u32> {
-        self.unlocked.lock().expect("no panics under the lock").get(path).map(|unlocked| unlocked.mode)
+        self.unlocked.lock().expect("no panics under the lock").paths.get(path).map(|unlocked| unlocked.mode)
     }
 
     /// Gives directories that were made writable the modes back that they had.
     pub(crate) fn lock_again(&self) {
         let unlocked = std::mem::take(&mut *self.unlocked.lock().expect("no panics under the lock"));
         // Directories come after those above them.
-        for (path, Unlocked { identity, mode }) in unlocked.into_iter().rev() {
+        for (path, Unlocked { identity, mode }) in unlocked.paths.into_iter().rev() {
             // Somebody may have put another directory there since.
             let is_it = |dir: &OwnedFd| Identity::of(dir, c"").is_ok_and(|(found, _)| found == identity);
             if let Some(dir) = self.open_directory(&path).ok().filter(|dir| is_it(dir)) {
