@@ -207,14 +207,18 @@ pub fn has(fd: BorrowedFd<'_>, attribute: &[u8], value: &[u8]) -> bool {
 /// has inherited. Without `with_group`, the owning group gets no rights. Both may be opened as paths. Returns the mode of the file.
 ///
 /// # Errors
-/// If the list is malformed, or cannot be set. The file then has the one that it had.
+/// If the list cannot be read or set, or is malformed. The file then has the one that it had.
 pub fn copy_acl(from: BorrowedFd<'_>, mode: u32, to: BorrowedFd<'_>, with_group: bool) -> io::Result<u32> {
     let from = path_of(from, c"");
-    if let Ok(list) = get(|value| rustix::fs::getxattr(&from, ACCESS_ACL, value)) {
-        let list = Acl::decode(&list).map_err(io::Error::other)?;
-        let list = if with_group { list } else { list.without_group() };
-        write(to, ACCESS_ACL.to_bytes(), &list.encode())?;
-        return Ok(mode & !0o777 | list.mode().0);
+    match get(|value| rustix::fs::getxattr(&from, ACCESS_ACL, value)) {
+        Ok(list) => {
+            let list = Acl::decode(&list).map_err(io::Error::other)?;
+            let list = if with_group { list } else { list.without_group() };
+            write(to, ACCESS_ACL.to_bytes(), &list.encode())?;
+            return Ok(mode & !0o777 | list.mode().0);
+        }
+        Err(Errno::NODATA | Errno::NOTSUP) => {}
+        Err(e) => return Err(e.into()),
     }
     let mode = if with_group { mode } else { mode & !0o070 };
     if has_access_acl(to) {
@@ -223,13 +227,12 @@ pub fn copy_acl(from: BorrowedFd<'_>, mode: u32, to: BorrowedFd<'_>, with_group:
     Ok(mode)
 }
 
-/// True if the entry of this name in a directory, or an open file with an empty name, has file capabilities.
-pub fn has_capabilities(dir: BorrowedFd<'_>, name: &CStr) -> bool {
+/// The file capabilities of the entry of this name in a directory, or of an open file with an empty name. Empty if there are none.
+pub fn capabilities(dir: BorrowedFd<'_>, name: &CStr) -> Vec<u8> {
     let path = path_of(dir, name);
-    let mut none = [0; 0];
-    let len = match name.is_empty() {
-        true => rustix::fs::getxattr(path, CAPABILITIES, &mut none[..]),
-        false => rustix::fs::lgetxattr(path, CAPABILITIES, &mut none[..]),
+    let read = |value: &mut [u8]| match name.is_empty() {
+        true => rustix::fs::getxattr(&path, CAPABILITIES, value),
+        false => rustix::fs::lgetxattr(&path, CAPABILITIES, value),
     };
-    len.is_ok()
+    get(read).unwrap_or_default()
 }

@@ -2449,27 +2449,31 @@ fn files_of_others_get_no_owner_or_set_id_bits() {
     set_modified(&source.join("a/tool"), time);
     fs::create_dir(source.join("z")).unwrap();
     fs::hard_link(source.join("a/tool"), source.join("z/tool")).unwrap();
-    for name in ["theirs", "group", "capable"] {
+    for name in ["theirs", "group", "capable", "disabled"] {
         write(source.join(name), "same");
         std::os::unix::fs::chown(source.join(name), Some(NOBODY), Some(NOBODY)).unwrap();
     }
     std::os::unix::fs::chown(source.join("group"), None, Some(2000)).unwrap();
     mode(source.join("group"), 0o2755);
-    // Version 2, effective, CAP_SETUID (include/uapi/linux/capability.h).
-    let capability = [[1, 0, 0, 2], [0x80, 0, 0, 0], [0; 4], [0; 4], [0; 4]].concat();
-    let set = |path: &Path| {
-        let flags = rustix::fs::XattrFlags::empty();
-        rustix::fs::setxattr(path, "security.capability", &capability, flags).unwrap();
+    // Version 2, effective (include/uapi/linux/capability.h).
+    let set_capability = |path: &Path, number: u8| {
+        let value = [[1, 0, 0, 2], [1 << number, 0, 0, 0], [0; 4], [0; 4], [0; 4]].concat();
+        rustix::fs::setxattr(path, "security.capability", &value, rustix::fs::XattrFlags::empty()).unwrap();
     };
-    set(&source.join("capable"));
-    mode(source.join("capable"), 0o755);
+    for (name, bits) in [("capable", 0o755), ("disabled", 0o644)] {
+        set_capability(&source.join(name), 7);
+        mode(source.join(name), bits);
+    }
     mode(target.join("a"), 0o1777);
-    for (name, content) in [("a/tool", "evil"), ("theirs", "own!"), ("group", "evil"), ("capable", "evil")] {
+    let planted = [("a/tool", "evil"), ("group", "evil"), ("capable", "evil"), ("disabled", "evil")];
+    for (name, content) in planted.into_iter().chain([("theirs", "own!")]) {
         write(target.join(name), content);
         std::os::unix::fs::chown(target.join(name), Some(NOBODY), Some(NOBODY)).unwrap();
         set_modified(&source.join(name), time);
         set_modified(&target.join(name), time);
     }
+    // Another capability is none of the source's.
+    set_capability(&target.join("capable"), 3);
     cp(&lab, &args(&[&"-au", &slash(&source), &target]));
     for name in ["a/tool", "z/tool"] {
         let meta = fs::metadata(target.join(name)).unwrap();
@@ -2477,8 +2481,8 @@ fn files_of_others_get_no_owner_or_set_id_bits() {
         assert_eq!(mode_of(target.join(name)), 0o4755, "{name}");
     }
     // The owner is the same: -u compares size and time. But the owner could not give these rights.
-    let contents = ["theirs", "group", "capable"].map(|name| fs::read_to_string(target.join(name)).unwrap());
-    assert_eq!(contents, ["own!", "same", "same"]);
+    let content = |name: &str| fs::read_to_string(target.join(name)).unwrap();
+    assert_eq!(["theirs", "group", "capable", "disabled"].map(content), ["own!", "same", "same", "same"]);
     assert_eq!((mode_of(target.join("group")), fs::metadata(target.join("group")).unwrap().gid()), (0o2755, 2000));
     let again = cp(&lab, &args(&[&"-auv", &slash(&source), &target]));
     assert_eq!(items(&again), Vec::<String>::new());

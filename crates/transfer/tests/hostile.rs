@@ -452,7 +452,7 @@ fn a_flood_of_control_messages_is_bounded() {
             owner: 0,
             group: 0,
             mode: 0,
-            capable: false,
+            capabilities: 0,
             linked: false,
         }];
         Control::Offer { batch: i, entries }

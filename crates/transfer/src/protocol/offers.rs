@@ -6,8 +6,8 @@ use std::collections::VecDeque;
 /// Files offered in one message, and bytes of the message they may take.
 const ENTRIES: usize = 64;
 const BYTES: usize = 7500;
-/// Bytes of an offered file beside its path, at most: the length of that, its size, two times, owner, group, mode, and two flags.
-const ENTRY: usize = 2 + 10 + 2 * (10 + 5) + 3 * 5 + 2;
+/// Bytes of an offered file beside its path, at most: the length of that, its size, two times, owner, group, mode, capabilities, and a flag.
+const ENTRY: usize = 2 + 10 + 2 * (10 + 5) + 3 * 5 + 10 + 1;
 /// Offers in progress: on a long path so many batches are answered in one round trip. Fewer than the
 /// receives that a control connection has for them.
 pub(crate) const AHEAD: usize = 10;
@@ -85,7 +85,7 @@ mod tests {
                 owner: u32::MAX,
                 group: u32::MAX,
                 mode: u32::MAX,
-                capable: true,
+                capabilities: u64::MAX,
                 linked: true,
             };
             let mut count = 0;

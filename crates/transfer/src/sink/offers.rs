@@ -9,7 +9,7 @@ use super::journal::{Key, Present, ResumeDecision, Version, key_of};
 use super::readback::{Checked, Readback};
 use super::tree::{Place, temp_name};
 use crate::session::Progress;
-use crate::wire::{Answer, OfferEntry};
+use crate::wire::{Answer, OfferEntry, capabilities_hash};
 use rustix::fs::{AtFlags, Statx, unlinkat};
 use std::ffi::CStr;
 use std::io;
@@ -171,7 +171,8 @@ impl Files {
         lacking: Option<bool>,
     ) -> Answer {
         let is_left = lacking.is_some() || self.tree.has_all_rights();
-        let lacking = lacking.unwrap_or(is_left);
+        // Without -p, it may have the permissions of a file that it has replaced.
+        let lacking = lacking.unwrap_or(is_left && self.params.options.preserve);
         // The promise can wait for long, and the name mean another file then.
         let changed = nanoseconds(stat.stx_ctime);
         if self.tree.sync_later(split(path).0, &place.dir).is_err()
@@ -216,11 +217,14 @@ impl Files {
         Some((readback, checked))
     }
 }
-/// True if attributes of an offered file give the one at the destination no set-group-id bit or capabilities that it does not have. Its owner
-/// could use them for another content. The file of root is no other.
+/// True if the attributes of an offered file give no working set-group-id bit and no capabilities to the one at the destination that it does
+/// not have: its owner could have put it there with another content. The file of root counts as that of the source.
 fn has_grants(place: &Place, here: &Statx, offered: &OfferEntry) -> bool {
     const SET_GROUP_ID: u32 = 0o2000;
-    let has_group = || u32::from(here.stx_mode) & SET_GROUP_ID != 0 && here.stx_gid == offered.group;
-    let is_capable = || thruway_fs::xattr::has_capabilities(place.dir.as_fd(), &place.name);
-    here.stx_uid == 0 || ((offered.mode & SET_GROUP_ID == 0 || has_group()) && (!offered.capable || is_capable()))
+    // Without the right of the group to execute, the bit stays when the file is written, before Linux 6.1.
+    let has_group = || u32::from(here.stx_mode) & 0o2010 == 0o2010 && here.stx_gid == offered.group;
+    let capabilities = || capabilities_hash(&thruway_fs::xattr::capabilities(place.dir.as_fd(), &place.name));
+    here.stx_uid == 0
+        || ((offered.mode & SET_GROUP_ID == 0 || has_group())
+            && (offered.capabilities == 0 || offered.capabilities == capabilities()))
 }

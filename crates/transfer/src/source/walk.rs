@@ -11,7 +11,9 @@ use super::{Ahead, SessionEvent};
 use crate::filter::{Filter, FilterError};
 use crate::protocol::offers::{self, Offers};
 use crate::session::{EventSender, LocalError, Pipeline, Progress, SessionParams};
-use crate::wire::{Answer, Destination, KeepEnd, Meta, OfferEntry, Record, Report, ReportKind, XATTRS_MAX};
+use crate::wire::{
+    Answer, Destination, KeepEnd, Meta, OfferEntry, Record, Report, ReportKind, XATTRS_MAX, capabilities_hash,
+};
 use rustix::fs::{AtFlags, FileType, Mode, OFlags, Stat};
 use rustix::io::Errno;
 use std::collections::HashMap;
@@ -609,9 +611,9 @@ impl Walker {
 
     /// Adds an offer. True if a batch was sent for it.
     fn push_offer(&mut self, mut candidate: Candidate) -> bool {
-        let is_capable = |dir: Arc<OwnedFd>| thruway_fs::xattr::has_capabilities(dir.as_fd(), &candidate.from.name);
-        let is_program = candidate.stat.st_mode & 0o111 != 0;
-        let capable = self.params.options.preserve && is_program && candidate.from.dir().is_ok_and(is_capable);
+        let dir = self.params.options.preserve.then(|| candidate.from.dir().ok()).flatten();
+        let capabilities =
+            dir.map_or(0, |dir| capabilities_hash(&thruway_fs::xattr::capabilities(dir.as_fd(), &candidate.from.name)));
         // Offers wait for a round trip, and each might be in a directory of its own: descriptors are few.
         if !candidate.from.name.is_empty() {
             candidate.from.dir = None;
@@ -624,7 +626,7 @@ impl Walker {
             owner: candidate.stat.st_uid,
             group: candidate.stat.st_gid,
             mode: candidate.stat.st_mode,
-            capable,
+            capabilities,
             linked: candidate.linked,
         };
         let is_full = !self.offers.has_room(&entry);

@@ -362,10 +362,18 @@ pub struct OfferEntry {
     pub group: u32,
     /// Its mode.
     pub mode: u32,
-    /// It is executable and has file capabilities.
-    pub capable: bool,
+    /// [`capabilities_hash`] of its file capabilities.
+    pub capabilities: u64,
     /// Another name of a file that was offered before. Nothing of it is sent: unless the entry there is newer, it becomes a hard link.
     pub linked: bool,
+}
+
+/// A hash of the value of a file's capabilities (`security.capability`); 0 for a file without.
+pub fn capabilities_hash(value: &[u8]) -> u64 {
+    if value.is_empty() {
+        return 0;
+    }
+    u64::from_le_bytes(blake3::hash(value).as_bytes()[..8].try_into().expect("8 bytes"))
 }
 
 /// What the sink wants of an offered file.
@@ -672,7 +680,7 @@ mod tests {
                     owner: 9,
                     group: 10,
                     mode: 0o100_644,
-                    capable: true,
+                    capabilities: 11,
                     linked: true,
                 }],
             },

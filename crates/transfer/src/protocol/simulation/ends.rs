@@ -110,7 +110,7 @@ impl SourceEnd {
                 owner: 0,
                 group: 0,
                 mode: 0,
-                capable: false,
+                capabilities: 0,
                 linked: false,
             };
             self.offers.push(entry, file);
