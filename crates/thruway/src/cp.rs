@@ -489,7 +489,7 @@ fn stopped(resume: Option<&str>, progress: &Progress) -> String {
     let sent = units::size(progress.bytes.load(Ordering::Relaxed));
     match resume.filter(|_| is_kept(progress)) {
         Some(how) => format!("stopped; {sent} had been sent, and {how}"),
-        None => "stopped; nothing is kept".into(),
+        None => "stopped; the same command starts over".into(),
     }
 }
 

@@ -949,7 +949,7 @@ fn a_copy_whose_output_fails_is_stopped_and_says_so() {
         if content.is_empty() {
             // Their records do not count.
             assert!(
-                ["; 0 B had been sent", "; nothing is kept"].iter().any(|s| stderr(&out).contains(s)),
+                ["; 0 B had been sent", "; the same command starts over"].iter().any(|s| stderr(&out).contains(s)),
                 "{}",
                 stderr(&out)
             );

@@ -313,8 +313,10 @@ impl Tree {
             return Ok(false);
         }
         match (is_of_job, entry.stat.st_nlink) {
-            // Its owner may have changed it since an earlier session made it.
-            (true, _) if !is_link(&entry.stat) => self.ours.insert(identity, &stat),
+            // Its owner has changed it since an earlier session made it.
+            (true, _) if !is_link(&entry.stat) && entry.stat.st_mode & 0o7777 != self.mode(meta) => {
+                self.ours.insert(identity, &stat);
+            }
             (true, _) => self.remember_identity(identity, &stat),
             // Entries of others give no rights.
             (false, ..=1) => self.found.insert(identity, &stat),
@@ -441,25 +443,22 @@ impl Tree {
         let since = Made::now();
         let remember = || {
             // A link adds a name to an entry that is known already, or is another's.
-            if linked {
-                return None;
-            }
-            let (identity, stat) = Identity::of(&place.dir, &place.name).ok()?;
+            let found = Identity::of(&place.dir, &place.name).ok().filter(|_| !linked);
+            let Some((identity, stat)) = found else { return };
             // A regular file was put here by somebody else in the same moment, and so was an older entry.
             let is_file = FileType::from_raw_mode(stat.stx_mode.into()).is_file();
-            let is_it = !is_file && self.may_be_made(&place.dir, (identity, &stat), since);
-            is_it.then(|| {
-                self.remember_identity(identity, &stat);
-                identity
-            })
+            if is_file || !self.may_be_made(&place.dir, (identity, &stat), since) {
+                return;
+            }
+            self.remember_identity(identity, &stat);
+            // Without all rights, a later attempt must recognise it: to keep it, or to make links to it.
+            if let Some(journal) = self.journal.as_ref().filter(|_| !self.has_all_rights()) {
+                journal.entry(&key_of(path), identity.fingerprint());
+            }
         };
         match self.writing(parent, || make(&place.dir, &place.name)) {
             Ok(()) => {
-                // Without the right to replace, a later attempt must recognise it.
-                let journal = self.journal.as_ref().filter(|_| !self.manner.replace);
-                if let (Some(identity), Some(journal)) = (remember(), journal) {
-                    journal.entry(&key_of(path), identity.fingerprint());
-                }
+                remember();
                 return Ok(());
             }
             Err(Errno::EXIST) => {}

@@ -424,8 +424,9 @@ impl Tree {
             };
             // Once more: a change of the mode gives some entries of overlays another time of birth.
             let (identity, _) = Identity::of(dir, c"").ok()?;
-            unlocked.bytes += path.len();
-            unlocked.paths.insert(path.to_vec(), Unlocked { identity, mode });
+            if unlocked.paths.insert(path.to_vec(), Unlocked { identity, mode }).is_none() {
+                unlocked.bytes += path.len();
+            }
             Some(())
         };
         // Level by level: a peer can name thousands.
