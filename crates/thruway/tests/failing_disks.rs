@@ -22,12 +22,6 @@ use support::nbd::{FLUSH, FUA, Nbd, READ, WRITE, ZEROES};
 use support::*;
 use thruway_faultfs::{Disk, Errno, Fault, Mount, Op};
 
-fn seeds(usual: Range<u64>) -> Range<u64> {
-    let Ok(given) = std::env::var("THRUWAY_SEEDS") else { return usual };
-    let (first, last) = given.split_once("..").expect("THRUWAY_SEEDS=FIRST..LAST");
-    first.parse().unwrap()..last.parse().unwrap()
-}
-
 /// A tree of files of all lengths, with names of all kinds.
 fn some_tree(root: &Path, random: &mut Rng, with_link: bool) {
     fs::create_dir(root).unwrap();

@@ -52,12 +52,6 @@ const CALLS: [&str; 20] = [
     "flock",
 ];
 
-fn seeds(usual: Range<u64>) -> Range<u64> {
-    let Ok(given) = std::env::var("THRUWAY_SEEDS") else { return usual };
-    let (first, last) = given.split_once("..").expect("THRUWAY_SEEDS=FIRST..LAST");
-    first.parse().unwrap()..last.parse().unwrap()
-}
-
 /// One entry of a tree.
 #[derive(Clone, Debug, PartialEq)]
 struct Entry {
@@ -301,10 +295,8 @@ impl Fault {
         Fault { at_daemon, call, what: format!("{what}:when={when}") }
     }
 
-    fn options(&self) -> Vec<OsString> {
-        let trace = [format!("trace={}", self.call), "-e".into(), format!("inject={}:{}", self.call, self.what)];
-        let usual = ["-f", "-qq", "-o", "/dev/null", "-e"];
-        usual.into_iter().map(OsString::from).chain(trace.map(OsString::from)).collect()
+    fn inject(&self) -> String {
+        format!("{}:{}", self.call, self.what)
     }
 }
 
@@ -426,7 +418,7 @@ impl Case {
         }
         if let Some(fault) = fault {
             words.push("strace".into());
-            words.extend(fault.options());
+            words.extend(strace_options(&fault.inject()).into_iter().map(OsString::from));
         }
         words.push(self.lab.program_for_all().into_os_string());
         let mut command = Command::new(&words[0]);
@@ -454,18 +446,7 @@ impl Case {
             self.start_daemon();
             return out;
         }
-        let daemon = self.daemon.as_ref().unwrap().child.id();
-        let mut tracer =
-            Command::new("strace").args(fault.options()).args(["-p", &daemon.to_string()]).spawn().unwrap();
-        let is_traced = |task: fs::DirEntry| {
-            let status = fs::read_to_string(task.path().join("status"));
-            status.is_ok_and(|status| status.contains("TracerPid:\t") && !status.contains("TracerPid:\t0\n"))
-        };
-        let tasks = format!("/proc/{daemon}/task");
-        while !fs::read_dir(&tasks).unwrap().all(|task| is_traced(task.unwrap())) {
-            assert!(tracer.try_wait().unwrap().is_none(), "strace follows the daemon");
-            std::thread::yield_now();
-        }
+        let mut tracer = inject_into(self.daemon.as_ref().unwrap(), &fault.inject());
         let out = self.run(Some(fault), &[]);
         self.daemon.as_mut().unwrap().kill();
         tracer.wait().unwrap();

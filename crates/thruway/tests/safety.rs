@@ -2388,8 +2388,8 @@ fn the_destination_of_contents_is_as_private_as_their_directory() {
 
 /// Runs `thruway cp`, and kills it at the first renaming of a file.
 fn cp_until_rename(lab: &Lab, command: &mut Command, list: &[OsString]) {
-    command.args(["strace", "-f", "-qq", "-o", "/dev/null", "-e", "trace=renameat2"]);
-    command.args(["-e", "inject=renameat2:signal=KILL:when=1"]).arg(lab.program_for_all()).arg("cp").args(list);
+    command.arg("strace").args(strace_options("renameat2:signal=KILL:when=1"));
+    command.arg(lab.program_for_all()).arg("cp").args(list);
     let out = command.env("XDG_CONFIG_HOME", lab.dir.path()).env("HOME", lab.dir.path()).output().unwrap();
     assert!(!out.status.success(), "{}", stderr(&out));
 }
@@ -2610,22 +2610,16 @@ fn files_that_their_owner_has_closed_after_a_kill_stay_closed() {
             fs::write(source.join(format!("{i}")), noise(if i % 10 == 0 { 3 << 20 } else { 100 }, i)).unwrap();
         }
         let (key, mut daemon) = lab.serve_to_key("create", &served);
-        let mut tracer = Command::new("strace");
-        tracer.args(["-f", "-qq", "-o", "/dev/null", "-e", "trace=renameat2"]);
-        tracer.args(["-e", &format!("inject=renameat2:signal=KILL:when={when}")]);
-        let mut tracer = tracer.args(["-p", &daemon.child.id().to_string()]).spawn().unwrap();
-        let tasks = format!("/proc/{}/task", daemon.child.id());
-        let is_traced = |task: fs::DirEntry| {
-            fs::read_to_string(task.path().join("status")).is_ok_and(|status| !status.contains("TracerPid:\t0\n"))
-        };
-        while !fs::read_dir(&tasks).unwrap().all(|task| is_traced(task.unwrap())) {
-            assert!(tracer.try_wait().unwrap().is_none(), "strace follows the daemon");
-            std::thread::yield_now();
-        }
+        let mut tracer = inject_into(&daemon, &format!("renameat2:signal=KILL:when={when}"));
         let list = args(&[&"-a", &"--key", &key, &"--retries", &"0", &slash(&source), &daemon.url("e/")]);
-        assert!(!try_cp(&lab, &list).status.success());
+        let is_killed = !try_cp(&lab, &list).status.success();
         daemon.kill();
         tracer.wait().unwrap();
+        if !is_killed {
+            // Several threads rename files, none of them so many.
+            assert_ne!(when, 2);
+            continue;
+        }
         let placed: Vec<String> = names(&served).into_iter().filter(|name| !name.contains(".tw-")).collect();
         assert!(!placed.is_empty() && placed.len() < 200, "{placed:?}");
         placed.iter().for_each(|name| mode(served.join(name), 0o600));

@@ -107,6 +107,35 @@ impl Daemon {
     }
 }
 
+/// Options of strace for a fault in system calls: `inject` is as for `strace --inject`, and begins with the name of the call.
+pub(crate) fn strace_options(inject: &str) -> Vec<String> {
+    let call = inject.split(':').next().unwrap();
+    let faults = [format!("trace={call}"), "-e".into(), format!("inject={inject}")];
+    ["-f", "-qq", "-o", "/dev/null", "-e"].map(String::from).into_iter().chain(faults).collect()
+}
+
+/// Has strace inject a fault into a running daemon. Returns when all threads are traced.
+pub(crate) fn inject_into(daemon: &Daemon, inject: &str) -> Child {
+    let id = daemon.child.id().to_string();
+    let mut tracer = Command::new("strace").args(strace_options(inject)).args(["-p", &id]).spawn().unwrap();
+    let is_traced = |task: fs::DirEntry| {
+        let status = fs::read_to_string(task.path().join("status"));
+        status.is_ok_and(|status| status.contains("TracerPid:\t") && !status.contains("TracerPid:\t0\n"))
+    };
+    while !fs::read_dir(format!("/proc/{id}/task")).unwrap().all(|task| is_traced(task.unwrap())) {
+        assert!(tracer.try_wait().unwrap().is_none(), "strace follows the daemon");
+        std::thread::yield_now();
+    }
+    tracer
+}
+
+/// The seeds in `THRUWAY_SEEDS=FIRST..LAST`, or the usual ones.
+pub(crate) fn seeds(usual: std::ops::Range<u64>) -> std::ops::Range<u64> {
+    let Ok(given) = std::env::var("THRUWAY_SEEDS") else { return usual };
+    let (first, last) = given.split_once("..").expect("THRUWAY_SEEDS=FIRST..LAST");
+    first.parse().unwrap()..last.parse().unwrap()
+}
+
 impl Drop for Daemon {
     fn drop(&mut self) {
         self.kill();
