@@ -1003,6 +1003,36 @@ fn several_sources_of_one_name_are_one_directory() {
 }
 
 #[test]
+fn a_directory_of_several_sources_has_the_attributes_of_the_first() {
+    let lab = Lab::new();
+    for (name, mode) in [("a", 0o700), ("b", 0o755), ("c", 0o750)] {
+        fs::create_dir_all(lab.path(&format!("{name}/d"))).unwrap();
+        fs::write(lab.path(&format!("{name}/d/{name}")), name).unwrap();
+        for dir in [lab.path(name), lab.path(name).join("d")] {
+            fs::set_permissions(dir, fs::Permissions::from_mode(mode)).unwrap();
+        }
+    }
+    let daemon = lab.serve(&lab.mkdir("served"));
+    let sources = ["a/", "b/", "c/"].map(|name| lab.path(name));
+    for (copy, target) in
+        [(lab.path("here"), os(&lab.path("here"))), (lab.path("served/new"), daemon.url("e/new").into())]
+    {
+        let copies = args(&[&"-auv", &sources[0], &sources[1], &sources[2], &target]);
+        cp(&lab, &copies);
+        let look = || {
+            [copy.clone(), copy.join("d")].map(|dir| {
+                let meta = fs::metadata(dir).unwrap();
+                (meta.mode() & 0o7777, meta.ctime(), meta.ctime_nsec())
+            })
+        };
+        let first = look();
+        assert_eq!(first.map(|(mode, ..)| mode), [0o700; 2], "{copy:?}");
+        assert_eq!(cp(&lab, &copies)["items"], serde_json::json!([]), "{copy:?}");
+        assert_eq!(look()[1], first[1], "{copy:?}");
+    }
+}
+
+#[test]
 fn devices_in_an_export_are_not_read_for_others() {
     let lab = Lab::new();
     let daemon = lab.serve(Path::new("/dev"));

@@ -343,13 +343,17 @@ impl Walker {
         stat: &Stat,
     ) -> Walk {
         let path = join(to, below);
-        if !path.is_empty() && !self.may_name(&path, Named::Directory) {
-            return Ok(());
+        let is_first = match self.name(&path, Named::Directory) {
+            None => return Ok(()),
+            Some(is_first) => is_first,
+        };
+        // The attributes are those of the first source that has the directory.
+        if is_first {
+            let root = Arc::clone(tree.root());
+            let from = From { root, dir: Some(Arc::clone(dir)), below: Vec::new(), name: c"".into() };
+            let meta = self.meta(&from, &path, stat);
+            self.append(&Record::Dir { path: path.clone(), meta })?;
         }
-        let root = Arc::clone(tree.root());
-        let from = From { root, dir: Some(Arc::clone(dir)), below: Vec::new(), name: c"".into() };
-        let meta = self.meta(&from, &path, stat);
-        self.append(&Record::Dir { path: path.clone(), meta })?;
         let mut keep = KeepList { path: path.clone(), below: to.len() as u32, names: Vec::new(), bytes: 0 };
         let listed = self.list(tree, (dir, (stat.st_dev, stat.st_ino)), (to, below), &mut keep)?;
         if self.params.options.delete {
@@ -488,24 +492,24 @@ impl Walker {
         })
     }
 
-    /// With several sources: whether none before this one has sent something else under this name. Directories of one
-    /// name become one.
-    fn may_name(&mut self, path: &[u8], what: Named) -> bool {
-        let Some(names) = &mut self.names else { return true };
+    /// Notes the path of an entry. True if no source before has sent one of this path, false if one has sent a directory, as this
+    /// one is. `None` if the entry is refused, because another source has sent a different one.
+    fn name(&mut self, path: &[u8], what: Named) -> Option<bool> {
+        let Some(names) = &mut self.names else { return Some(true) };
         match names.insert(hash_of(path), what) {
-            None => true,
-            Some(Named::Directory) if what == Named::Directory => true,
+            None => Some(true),
+            Some(Named::Directory) if what == Named::Directory => Some(false),
             Some(before) => {
                 names.insert(hash_of(path), before);
                 self.refuse(path, "another source has an entry of this name; not overwriting it");
-                false
+                None
             }
         }
     }
 
     fn entry(&mut self, from: &From, path: Vec<u8>, stat: Stat) -> Walk {
         self.check_cancel()?;
-        if !self.may_name(&path, Named::Entry) {
+        if self.name(&path, Named::Entry).is_none() {
             return Ok(());
         }
         let kind = FileType::from_raw_mode(stat.st_mode);
