@@ -168,7 +168,10 @@ impl Walker {
         let direct = !endless && !self.from_files && self.wants_direct(&file, size) && file.set_direct(true);
         let mut meta = meta_of(&stat);
         if self.params.options.preserve && !endless {
-            meta = self.meta(&c.from, &c.path, &stat);
+            match thruway_fs::xattr::read_open(file.as_fd()) {
+                Ok(xattrs) => self.add_xattrs(&c.path, &mut meta, xattrs),
+                Err(e) => self.tell_unread(&c.path, &mut meta, &e),
+            }
         }
         let number = self.next_file;
         self.next_file += 1;

@@ -140,6 +140,24 @@ impl From {
             rustix::fs::open(format!("/proc/self/fd/{}", self.root.as_raw_fd()), flags, Mode::empty())?
         } else {
             rustix::fs::openat(self.dir()?, &self.name, flags | OFlags::NOFOLLOW, Mode::empty())?
+    /// The extended attributes of the entry with these attributes.
+    ///
+    /// # Errors
+    /// Also if another entry has its name now: its access control list would give rights to the content of this one.
+    fn xattrs(&self, stat: &Stat) -> io::Result<xattr::Attributes> {
+        let dir = self.dir()?;
+        if self.name.is_empty() {
+            return xattr::read(dir.as_fd(), c"");
+        }
+        let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let entry = rustix::fs::openat(&dir, &self.name, flags, Mode::empty())?;
+        let found = rustix::fs::fstat(&entry)?;
+        if (found.st_dev, found.st_ino) != (stat.st_dev, stat.st_ino) {
+            return Err(io::Error::other("another entry has its name now"));
+        }
+        xattr::read(entry.as_fd(), c"")
+    }
+
         };
         let stat = rustix::fs::fstat(&fd)?;
         Ok((File::from(fd), stat))
@@ -583,9 +601,7 @@ impl Walker {
     pub(super) fn meta(&self, from: &From, path: &[u8], stat: &Stat) -> Meta {
         let mut meta = meta_of(stat);
         if self.params.options.preserve {
-            let read =
-                from.dir().map_err(io::Error::from).and_then(|dir| thruway_fs::xattr::read(dir.as_fd(), &from.name));
-            match read {
+            match from.xattrs(stat) {
                 Ok(xattrs) => self.add_xattrs(path, &mut meta, xattrs),
                 Err(e) => self.tell_unread(path, &mut meta, &e),
             }
@@ -626,6 +642,8 @@ impl Walker {
             path: candidate.path.clone(),
             size: candidate.stat.st_size as u64,
             mtime: (candidate.stat.st_mtime, candidate.stat.st_mtime_nsec as u32),
+        // With an access control list, these are the limit of what others get by it, and not rights of the group.
+        meta.mode &= !0o2070;
             ctime: (candidate.stat.st_ctime, candidate.stat.st_ctime_nsec as u32),
             owner: candidate.stat.st_uid,
             group: candidate.stat.st_gid,
