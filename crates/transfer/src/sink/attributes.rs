@@ -241,9 +241,9 @@ impl Tree {
         self.keeps_owner() && self.privileged
     }
 
-    /// True for an entry of this process's user and, where owners are kept, for one of the owner at the source.
+    /// True for an entry of this process's user or, where owners are kept, of the owner at the source.
     pub(super) fn is_of_owner(&self, uid: u32, source: u32) -> bool {
-        uid == rustix::process::geteuid().as_raw() || (self.gives_owner() && uid == source)
+        if self.gives_owner() { uid == source } else { uid == rustix::process::geteuid().as_raw() }
     }
 
     /// True if [`Tree::apply`] would not change the owner.
@@ -390,11 +390,18 @@ impl Tree {
         short.refuse(format!("{bits} not kept: {why}"));
     }
 
-    /// Applies attributes to a symbolic link or special file that was just made under this name.
-    pub(super) fn apply_unopened(&self, dir: impl AsFd, name: &CStr, kind: FileType, meta: &Meta) -> Shortcomings {
+    /// Applies attributes to a symbolic link or special file that was just made under this name. `is_equal`: it has the target or device
+    /// of the record.
+    pub(super) fn apply_unopened(
+        &self,
+        (dir, name): (impl AsFd, &CStr),
+        kind: FileType,
+        meta: &Meta,
+        is_equal: impl Fn(&Unopened) -> bool,
+    ) -> Shortcomings {
         let mut short = Shortcomings::default();
         let entry = match Unopened::look(dir, name) {
-            Ok(entry) if entry.is(kind) && self.may_change(&entry) => entry,
+            Ok(entry) if entry.is(kind) && self.may_change(&entry) && is_equal(&entry) => entry,
             Ok(_) => {
                 short.push("another entry has its name now; attributes were not set".into());
                 return short;

@@ -285,7 +285,7 @@ impl Tree {
         self.replace(path, &place, (false, false), |dir, name| rustix::fs::symlinkat(&target, dir, name))?;
         // They come after its name, and it cannot be synced itself.
         self.changed().many |= self.manner.preserve;
-        let short = self.apply_unopened(&place.dir, &place.name, FileType::Symlink, meta);
+        let short = self.apply_unopened((&place.dir, &place.name), FileType::Symlink, meta, is_equal);
         self.remember_again(&place);
         Ok(short)
     }
@@ -362,7 +362,7 @@ impl Tree {
         let mode = Mode::from_raw_mode(if self.manner.preserve { 0o600 } else { self.mode(meta) & 0o777 });
         self.replace(path, &place, (true, false), |dir, name| rustix::fs::mknodat(dir, name, kind, mode, rdev))?;
         self.changed().many = true;
-        let short = self.apply_unopened(&place.dir, &place.name, kind, meta);
+        let short = self.apply_unopened((&place.dir, &place.name), kind, meta, is_equal);
         self.remember_again(&place);
         Ok(short)
     }

@@ -295,13 +295,18 @@ fn what_somebody_swaps_in_gets_neither_name_nor_attributes() {
     let meta = Meta { mode: 0o010_666, mtime: (5, 0), ..Meta::default() };
     symlink(&outside, root.join("pipe")).unwrap();
     let fd = fs::File::open(&root).unwrap();
-    assert!(!preserving.apply_unopened(&fd, c"pipe", FileType::Fifo, &meta).is_none());
+    assert!(!preserving.apply_unopened((&fd, c"pipe"), FileType::Fifo, &meta, |_| true).is_none());
     untouched();
-    assert!(!preserving.apply_unopened(&fd, c"pipe", FileType::Symlink, &meta).is_none(), "not made by the job");
+    assert!(
+        !preserving.apply_unopened((&fd, c"pipe"), FileType::Symlink, &meta, |_| true).is_none(),
+        "not made by the job"
+    );
     let (identity, stat) = Identity::of(&fd, c"pipe").unwrap();
     preserving.remember_identity(identity, &stat);
     // Attributes of a link are its own.
-    let short = preserving.apply_unopened(&fd, c"pipe", FileType::Symlink, &meta);
+    let other = preserving.apply_unopened((&fd, c"pipe"), FileType::Symlink, &meta, |_| false);
+    assert!(!other.is_none(), "not the link of the record");
+    let short = preserving.apply_unopened((&fd, c"pipe"), FileType::Symlink, &meta, |_| true);
     assert!(short.is_none(), "{short:?}");
     assert_eq!(fs::symlink_metadata(root.join("pipe")).unwrap().mtime(), 5);
     untouched();
@@ -796,7 +801,7 @@ fn an_older_entry_under_the_name_of_a_new_one_gives_no_rights() {
     assert!(tree.link(b"got", b"secret").unwrap_err().to_string().contains("requires the rights"));
     let meta = Meta { mtime: (1, 0), ..Meta::default() };
     let modified = || fs::symlink_metadata(dir.path().join("link")).unwrap().mtime();
-    let short = tree.apply_unopened(&tree.root, c"link", FileType::Symlink, &meta);
+    let short = tree.apply_unopened((&tree.root, c"link"), FileType::Symlink, &meta, |_| true);
     assert!(!short.is_none() && modified() != 1);
     tree.symlink(b"own", b"t", &meta).unwrap();
     assert_eq!(fs::symlink_metadata(dir.path().join("own")).unwrap().mtime(), 1);
