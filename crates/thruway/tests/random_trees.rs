@@ -3,30 +3,34 @@
 //! Some copies get a signal or an error at a random system call of either end, and are then repeated. At that moment, every name has
 //! its old or its new content, and no new entry gives other users more access than its source.
 //!
+//! Beside other copies, a second user with rights to some directories reads, plants and exchanges entries whenever one of the processes
+//! stops at a system call. Such a user must not read what its owner has closed, get the rights of others, or change what is outside.
+//!
 //! `THRUWAY_SEEDS=FIRST..LAST` selects other seeds. `THRUWAY_KEEP=DIR` keeps the trees of a failure in DIR.
 
+#[path = "random_trees/entries.rs"]
+mod entries;
+#[path = "random_trees/intruder.rs"]
+mod intruder;
+#[path = "random_trees/maker.rs"]
+mod maker;
 mod support;
 
+use entries::*;
 use fastrand::Rng;
-use rustix::fs::{AtFlags, CWD, FileType, Mode, Timespec, Timestamps, XattrFlags, makedev};
-use std::collections::{BTreeMap, BTreeSet};
+use intruder::{INTRUDER, Intruder, PLANTED};
+use maker::Maker;
+use rustix::fs::{CWD, FileType, Mode};
+use std::collections::BTreeSet;
 use std::ffi::{OsStr, OsString};
 use std::fs;
+use std::io::{BufRead, BufReader};
 use std::ops::Range;
-use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::{FileTypeExt, MetadataExt, PermissionsExt, lchown, symlink};
+use std::os::unix::fs::{PermissionsExt, lchown};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
-use std::time::SystemTime;
+use std::sync::mpsc::channel;
 use support::*;
-use thruway_fs::acl::{Acl, Entry as Right, Who};
-
-/// Names of entries: one is not UTF-8, two look like patterns.
-const NAMES: [&[u8]; 8] = [b"a", b"b", b"c", b"d", b"e f", b"\xff", b"[b]", b"*"];
-
-/// The modes of files and directories in sources of users without root: they can read all of them.
-const FILE_MODES: [u32; 7] = [0o600, 0o644, 0o755, 0o444, 0o4755, 0o2750, 0o400];
-const DIRECTORY_MODES: [u32; 5] = [0o700, 0o755, 0o500, 0o2755, 0o1777];
 
 /// System calls that change files, or that a copy waits for.
 const CALLS: [&str; 20] = [
@@ -52,219 +56,11 @@ const CALLS: [&str; 20] = [
     "flock",
 ];
 
-/// One entry of a tree.
-#[derive(Clone, Debug, PartialEq)]
-struct Entry {
-    kind: FileType,
-    /// Hash of a file's bytes, target of a link, number of a device.
-    content: Vec<u8>,
-    size: u64,
-    kept: Kept,
-    /// Device, number and time of birth. Hard links have the same.
-    identity: Identity,
-    changed: (i64, i64),
-}
-
-/// The attributes that `-p` keeps.
-#[derive(Clone, Debug, PartialEq)]
-struct Kept {
-    mode: u32,
-    owner: (u32, u32),
-    modified: (i64, i64),
-    attributes: BTreeMap<OsString, Vec<u8>>,
-}
-
-type Identity = (u64, u64, SystemTime);
-
-/// Entries by path below the root. The path of the root is empty.
-type Tree = BTreeMap<PathBuf, Entry>;
-
-fn entry(path: &Path) -> Entry {
-    let meta = fs::symlink_metadata(path).unwrap();
-    let kind = meta.file_type();
-    let content = if kind.is_symlink() {
-        fs::read_link(path).unwrap().as_os_str().as_bytes().to_vec()
-    } else if kind.is_file() {
-        blake3::hash(&fs::read(path).unwrap()).as_bytes().to_vec()
-    } else if kind.is_char_device() || kind.is_block_device() {
-        meta.rdev().to_le_bytes().to_vec()
-    } else {
-        Vec::new()
-    };
-    let mut names = vec![0; 4096];
-    let used = rustix::fs::llistxattr(path, &mut names[..]).unwrap();
-    let value = |name: &[u8]| {
-        let mut value = vec![0; 4096];
-        let used = rustix::fs::lgetxattr(path, name, &mut value[..]).unwrap();
-        (OsStr::from_bytes(name).to_os_string(), value[..used].to_vec())
-    };
-    let attributes = names[..used].split(|byte| *byte == 0).filter(|name| !name.is_empty()).map(value).collect();
-    Entry {
-        kind: FileType::from_raw_mode(meta.mode()),
-        content,
-        size: if kind.is_file() { meta.len() } else { 0 },
-        kept: Kept {
-            mode: meta.mode() & 0o7777,
-            owner: (meta.uid(), meta.gid()),
-            modified: (meta.mtime(), meta.mtime_nsec()),
-            attributes,
-        },
-        identity: (meta.dev(), meta.ino(), meta.created().unwrap()),
-        changed: (meta.ctime(), meta.ctime_nsec()),
-    }
-}
-
-fn tree(root: &Path) -> Tree {
-    let mut tree = Tree::new();
-    let mut todo = vec![PathBuf::new()];
-    while let Some(path) = todo.pop() {
-        if fs::symlink_metadata(root.join(&path)).is_err() {
-            assert_eq!(path, Path::new(""), "only the root can be absent");
-            continue;
-        }
-        let found = entry(&root.join(&path));
-        if found.kind == FileType::Directory {
-            todo.extend(fs::read_dir(root.join(&path)).unwrap().map(|entry| path.join(entry.unwrap().file_name())));
-        }
-        tree.insert(path, found);
-    }
-    tree
-}
-
-/// The sets of hard links.
-fn links(tree: &Tree) -> BTreeSet<BTreeSet<PathBuf>> {
-    let mut names: BTreeMap<Identity, BTreeSet<PathBuf>> = BTreeMap::new();
-    for (path, entry) in tree.iter().filter(|(_, entry)| entry.kind != FileType::Directory) {
-        names.entry(entry.identity).or_default().insert(path.clone());
-    }
-    names.into_values().collect()
-}
-
-/// Makes random trees.
-struct Maker<'a> {
-    random: &'a mut Rng,
-    /// A directory that no copy may change.
-    outside: &'a Path,
-    /// Make entries of several owners. The copy then runs as root.
-    owners: bool,
-    /// Make pipes and devices.
-    specials: bool,
-    destination: bool,
-    files: Vec<PathBuf>,
-}
-
-impl Maker<'_> {
-    fn one_in(&mut self, n: u32) -> bool {
-        self.random.u32(..n) == 0
-    }
-
-    fn fill(&mut self, dir: &Path, depth: u32) {
-        fs::create_dir_all(dir).unwrap();
-        for name in NAMES {
-            if self.random.u32(..10) < 5 {
-                continue;
-            }
-            let path = dir.join(OsStr::from_bytes(name));
-            match self.random.u32(..100) {
-                0..25 if depth < 3 => self.fill(&path, depth + 1),
-                25..32 => {
-                    let outside = [self.outside.join("file"), self.outside.to_path_buf()];
-                    let targets = ["a".into(), "b".into(), "../a".into(), outside[0].clone(), outside[1].clone()];
-                    symlink(self.random.choice(&targets).unwrap(), &path).unwrap();
-                }
-                32..36 if self.specials => {
-                    rustix::fs::mknodat(CWD, &path, FileType::Fifo, Mode::from(0o644), 0).unwrap()
-                }
-                36..38 if self.owners && self.specials => {
-                    let device = makedev(1, self.random.choice([3, 5]).unwrap());
-                    rustix::fs::mknodat(CWD, &path, FileType::CharacterDevice, Mode::from(0o600), device).unwrap();
-                }
-                38..60 if !self.files.is_empty() => {
-                    let first = self.random.choice(&self.files).unwrap();
-                    fs::hard_link(first, &path).unwrap();
-                    continue;
-                }
-                60..64 if self.destination && self.owners => {
-                    let name = self.random.choice(["shared0", "shared1", "shared2"]).unwrap();
-                    fs::hard_link(self.outside.join(name), &path).unwrap();
-                    continue;
-                }
-                _ => self.write(&path),
-            }
-            let meta = fs::symlink_metadata(&path).unwrap();
-            if !meta.is_dir() {
-                self.files.push(path.clone());
-            }
-            self.dress(&path, &meta);
-        }
-    }
-
-    fn write(&mut self, path: &Path) {
-        let size = *self.random.choice(&[0, 3, 3, 3, 5, 5000, 300_000, 2_200_000]).unwrap();
-        let mut content = vec![*self.random.choice(b"xyz").unwrap(); size];
-        if size > 100_000 && self.one_in(2) {
-            content[size / 4..size / 2].fill(0);
-        }
-        fs::write(path, content).unwrap();
-    }
-
-    /// Gives an entry its owner, mode, attributes and time.
-    fn dress(&mut self, path: &Path, meta: &fs::Metadata) {
-        let is_dir = meta.is_dir();
-        if self.owners && self.one_in(5) {
-            let (owner, group) = (*self.random.choice(&[0, 1234]).unwrap(), *self.random.choice(&[0, 5678]).unwrap());
-            lchown(path, Some(owner), Some(group)).unwrap();
-        } else if !self.owners {
-            lchown(path, Some(NOBODY), Some(NOBODY)).unwrap();
-        }
-        if !meta.is_symlink() && self.one_in(2) {
-            let mut modes = if is_dir { DIRECTORY_MODES.to_vec() } else { FILE_MODES.to_vec() };
-            // The user can read all of the source, but not all that it replaces.
-            if self.owners || self.destination {
-                modes.extend([0, 0o200, 0o300]);
-            }
-            let mode = *self.random.choice(&modes).unwrap();
-            fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap();
-        }
-        if is_dir || meta.is_file() {
-            let set = |name: &str, value: &[u8]| {
-                rustix::fs::lsetxattr(path, name, value, XattrFlags::empty()).unwrap();
-            };
-            if self.one_in(5) {
-                set("user.k", self.random.choice([&b"1"[..], b"2"]).unwrap());
-            }
-            if self.one_in(10) {
-                set("system.posix_acl_access", &self.list(is_dir).encode());
-            }
-            if is_dir && self.one_in(10) {
-                set("system.posix_acl_default", &self.list(true).encode());
-            }
-        }
-        self.date(path);
-    }
-
-    fn list(&mut self, is_dir: bool) -> Acl {
-        let right = |who, permissions| Right { who, permissions };
-        let user = if is_dir { 7 } else { 6 };
-        let usual = [(Who::Owner, user), (Who::OwningGroup, 5), (Who::Mask, 7), (Who::Others, 0)];
-        let mut list: Vec<Right> = usual.into_iter().map(|(who, rights)| right(who, rights)).collect();
-        match self.random.u32(..3) {
-            0 => list.push(right(Who::User(1234), 7)),
-            1 => list.extend([right(Who::User(7), 4), right(Who::Group(8), 1)]),
-            _ => list.push(right(Who::Group(5678), 4)),
-        }
-        Acl::new(list).unwrap()
-    }
-
-    /// Sets one of few times: an entry of the destination can be older, newer, or of the same time.
-    fn date(&mut self, path: &Path) {
-        let seconds = 1_000_000_000 + *self.random.choice(&[0, 0, 1, 2]).unwrap();
-        let nanoseconds = *self.random.choice(&[0, 0, 0, 1, 999_999_999]).unwrap();
-        let time = Timespec { tv_sec: seconds, tv_nsec: nanoseconds };
-        let times = Timestamps { last_access: time, last_modification: time };
-        rustix::fs::utimensat(CWD, path, &times, AtFlags::SYMLINK_NOFOLLOW).unwrap();
-    }
-}
+/// System calls at which processes stop for an intruder: those that look at a name, or change one.
+const STOPPING_CALLS: &str = "openat,openat2,statx,newfstatat,renameat,renameat2,linkat,unlinkat,mkdirat,fchmod,fchmodat,fchown,fchownat,\
+                              utimensat,symlinkat,mknodat,fsetxattr,getdents64";
+/// Stops of a process at which an intruder acts.
+const STOPS_MAX: usize = 60;
 
 /// Direction of a copy.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -283,6 +79,8 @@ struct Fault {
     call: &'static str,
     /// The rest of an `inject` expression of strace.
     what: String,
+    /// Where strace writes what it does.
+    log: String,
 }
 
 impl Fault {
@@ -292,7 +90,7 @@ impl Fault {
         let what = if random.u32(..5) < 3 { "signal=KILL" } else { *random.choice(&errors).unwrap() };
         let when = if random.u32(..4) == 0 { random.u32(1..60) } else { random.u32(1..12) };
         let at_daemon = matches!(way, Way::Push | Way::Pull) && random.bool();
-        Fault { at_daemon, call, what: format!("{what}:when={when}") }
+        Fault { at_daemon, call, what: format!("{what}:when={when}"), log: "/dev/null".into() }
     }
 
     fn inject(&self) -> String {
@@ -328,7 +126,8 @@ struct Case {
 }
 
 impl Case {
-    fn new(seed: u64, way: Way) -> (Case, Rng) {
+    /// `marked`: each file of the source begins with 16 bytes of its own.
+    fn new(seed: u64, way: Way, marked: bool) -> (Case, Rng) {
         let mut random = Rng::with_seed(seed);
         let lab = Lab::new();
         fs::set_permissions(lab.dir.path(), fs::Permissions::from_mode(0o755)).unwrap();
@@ -344,8 +143,15 @@ impl Case {
         let source = exports.join("from/tree");
         let target = exports.join(if named { "to/tree" } else { "to" });
         let (files, random_ref) = (Vec::new(), &mut random);
-        let mut maker =
-            Maker { random: random_ref, outside: &outside, owners, specials: preserve, destination: false, files };
+        let mut maker = Maker {
+            random: random_ref,
+            outside: &outside,
+            owners,
+            specials: preserve,
+            destination: false,
+            marked,
+            files,
+        };
         maker.fill(&source, 0);
         let start = maker.random.u32(..10);
         if start < 6 {
@@ -418,7 +224,7 @@ impl Case {
         }
         if let Some(fault) = fault {
             words.push("strace".into());
-            words.extend(strace_options(&fault.inject()).into_iter().map(OsString::from));
+            words.extend(strace_options(&fault.inject(), &fault.log).into_iter().map(OsString::from));
         }
         words.push(self.lab.program_for_all().into_os_string());
         let mut command = Command::new(&words[0]);
@@ -446,12 +252,80 @@ impl Case {
             self.start_daemon();
             return out;
         }
-        let mut tracer = inject_into(self.daemon.as_ref().unwrap(), &fault.inject());
+        let mut tracer = inject_into(self.daemon.as_ref().unwrap(), &fault.inject(), &fault.log);
         let out = self.run(Some(fault), &[]);
         self.daemon.as_mut().unwrap().kill();
         tracer.wait().unwrap();
         self.start_daemon();
         out
+    }
+
+    /// Copies with a fault that stops a process. The intruder acts at each stop.
+    fn run_beside(&mut self, mut fault: Fault, intruder: &mut Intruder) -> Output {
+        let log = self.lab.path("stops");
+        let _ = fs::remove_file(&log);
+        rustix::fs::mknodat(CWD, &log, FileType::Fifo, Mode::from_raw_mode(0o666), 0).unwrap();
+        fs::set_permissions(&log, fs::Permissions::from_mode(0o666)).unwrap();
+        fault.log = log.to_str().unwrap().into();
+        std::thread::scope(|scope| {
+            let (give_turn, turns) = channel();
+            let (end_turn, ends) = channel();
+            scope.spawn(move || {
+                for () in turns {
+                    intruder.act();
+                    end_turn.send(()).unwrap();
+                }
+            });
+            scope.spawn(move || {
+                for (stops, line) in BufReader::new(fs::File::open(log).unwrap())
+                    .lines()
+                    .map(Result::unwrap)
+                    .filter(|line| line.contains("stopped by SIGSTOP"))
+                    .enumerate()
+                {
+                    if stops < STOPS_MAX {
+                        give_turn.send(()).unwrap();
+                        ends.recv().unwrap();
+                    }
+                    let thread = line.split(' ').next().unwrap();
+                    let Ok(status) = fs::read_to_string(format!("/proc/{thread}/status")) else { continue };
+                    let process =
+                        status.lines().find_map(|line| line.strip_prefix("Tgid:\t")).unwrap().parse().unwrap();
+                    let _ = rustix::process::kill_process(
+                        rustix::process::Pid::from_raw(process).unwrap(),
+                        rustix::process::Signal::CONT,
+                    );
+                }
+            });
+            self.run_with_fault(&fault)
+        })
+    }
+
+    /// Checks the promises to users of files that an intruder has no rights to.
+    fn check_intruder(&self, intruder: &Intruder, secrets: &[(&PathBuf, &Entry)], outside: &Tree) {
+        // Without rights to set owners, -u takes a file of the same size and time for the same content.
+        let is_kept = self.preserve && (self.owners || !self.update);
+        let is_seen = |(_, secret): &&(&PathBuf, &Entry)| is_kept && intruder.seen.contains(&secret.start);
+        if let Some((path, secret)) = secrets.iter().find(is_seen) {
+            self.fail(&format!("the intruder could read {path:?}: {secret:?}"));
+        }
+        if tree(&self.outside) != *outside {
+            self.fail("something outside changed");
+        }
+        let of_outside = &outside[Path::new("file")].start;
+        for (path, entry) in tree(&self.exports) {
+            if entry.kind == FileType::RegularFile && entry.start == *of_outside {
+                self.fail(&format!("{path:?} is a copy of a file outside"));
+            }
+            let is_planted = entry.kind == FileType::RegularFile && entry.start == PLANTED;
+            let gives_owner = entry.kept.mode & 0o4000 != 0 && entry.kept.owner.0 != INTRUDER;
+            let gives_group = entry.kept.mode & 0o2010 == 0o2010 && entry.kept.owner.1 != INTRUDER;
+            if is_planted && (gives_owner || gives_group)
+                || intruder.made.contains(&entry.identity) && entry.kept.owner.0 != INTRUDER
+            {
+                self.fail(&format!("{path:?} of the intruder has the rights of another user: {entry:?}"));
+            }
+        }
     }
 
     fn run(&self, fault: Option<&Fault>, more: &[&str]) -> Output {
@@ -496,8 +370,9 @@ impl Case {
 
     /// The entries of all sources.
     fn sources(&self) -> Tree {
-        let mut all = tree(&self.source);
-        all.extend(self.second.iter().flat_map(|second| tree(second)));
+        let mut all: Tree = self.second.iter().flat_map(|second| tree(second)).collect();
+        // A directory gets the attributes of the first source.
+        all.extend(tree(&self.source));
         all
     }
 
@@ -634,19 +509,24 @@ impl Case {
             let is_link = newer.is_none()
                 && (names_of(wanted, source).count() > 1 && entry.content == wanted.content
                     || self.is_up_to_date(wanted, entry, source, old));
-            if (entry.kind, &entry.content) != (content.kind, &content.content) && !is_link {
+            // A file of another owner is sent again.
+            let differs =
+                |before: &Entry| before.kept.modified == wanted.kept.modified && before.kept.owner != wanted.kept.owner;
+            let is_sent =
+                self.preserve && self.owners && skipped.is_some_and(differs) && entry.content == wanted.content;
+            if (entry.kind, &entry.content) != (content.kind, &content.content) && !is_link && !is_sent {
                 self.fail(&format!("{path:?} has the wrong content: {entry:?}, not {content:?}, old {before:?}"));
             }
             if !self.preserve && skipped.is_none() {
                 self.check_plain(now, path, wanted, before);
                 continue;
             }
+            let skipped_before = skipped;
             let skipped = skipped.filter(|_| !self.preserve).or(newer);
             let kept = &skipped.unwrap_or(wanted).kept;
-            let is_shared_root = self.second.is_some() && path.as_os_str().is_empty();
             // -u does not separate hard links of the destination: one name can get attributes by another.
-            let is_shared = newer.is_some_and(|before| names_of(before, old).count() > 1);
-            if entry.kept != *kept && !is_shared_root && !is_shared {
+            let is_shared = skipped_before.is_some_and(|before| names_of(before, old).count() > 1);
+            if entry.kept != *kept && !is_shared {
                 self.fail(&format!("{path:?} has {:?}, not {kept:?}, old {before:?}", entry.kept));
             }
             if newer.is_some_and(|before| before.identity != entry.identity) {
@@ -656,7 +536,7 @@ impl Case {
         for (path, entry) in now.iter().filter(|(path, _)| !is_copied(path)) {
             let holds_excluded =
                 |path: &Path| now.keys().any(|below| below.starts_with(path) && self.is_excluded(below));
-            if is_own_name(path) && may_leave {
+            if path.ancestors().any(is_own_name) && may_leave {
                 continue;
             }
             if is_own_name(path) || self.delete && !self.is_excluded(path) && !holds_excluded(path) {
@@ -698,35 +578,6 @@ fn is_own_name(path: &Path) -> bool {
     name.contains(".tw-") || name.starts_with(".thruway-") && name.ends_with(".journal")
 }
 
-/// The rights of all but the owner.
-fn rights(entry: &Entry) -> BTreeMap<Who, u8> {
-    let list = match entry.kept.attributes.get(OsStr::new("system.posix_acl_access")) {
-        Some(value) => Acl::decode(value).unwrap(),
-        None => Acl::from_mode(entry.kept.mode),
-    };
-    let mask = list.entries().iter().find(|entry| entry.who == Who::Mask).map_or(7, |mask| mask.permissions);
-    let others = list.entries().iter().filter(|entry| !matches!(entry.who, Who::Owner | Who::Mask));
-    others
-        .map(|entry| (entry.who, if entry.who == Who::Others { entry.permissions } else { entry.permissions & mask }))
-        .collect()
-}
-
-/// True if an entry gives other users no more rights than `limit`.
-fn is_within(entry: &Entry, limit: &Entry) -> bool {
-    let allowed = if entry.kept.owner == limit.kept.owner { rights(limit) } else { BTreeMap::new() };
-    // A new directory inherits the set-group-id bit.
-    let is_dir = entry.kind == FileType::Directory;
-    let set_id = if is_dir {
-        0o2000
-    } else if allowed.is_empty() {
-        0
-    } else {
-        limit.kept.mode & 0o6000
-    };
-    let is_allowed = |(who, rights): (Who, u8)| rights & !allowed.get(&who).copied().unwrap_or(0) == 0;
-    entry.kept.mode & 0o6000 & !set_id == 0 && rights(entry).into_iter().all(is_allowed)
-}
-
 fn items(out: &Output) -> BTreeSet<String> {
     parse(out)["items"].as_array().unwrap().iter().map(ToString::to_string).collect()
 }
@@ -734,7 +585,7 @@ fn items(out: &Output) -> BTreeSet<String> {
 /// True if a copy failed for an entry that it must not replace: a directory with contents, or a device.
 fn may_fail(out: &Output) -> bool {
     let said = stderr(out);
-    said.contains("in the way") || said.contains("destination is a device")
+    ["in the way", "destination is a device"].iter().any(|why| said.contains(why))
 }
 
 fn copy_random_trees(way: Way, usual: Range<u64>) {
@@ -744,7 +595,7 @@ fn copy_random_trees(way: Way, usual: Range<u64>) {
 }
 
 fn copy_random_tree(way: Way, seed: u64) {
-    let (mut case, mut random) = Case::new(seed, way);
+    let (mut case, mut random) = Case::new(seed, way, false);
     case.start_daemon();
     let (source, old, outside) = (case.sources(), tree(&case.target), tree(&case.outside));
     let dry = case.run(None, &["-n", "-v"]);
@@ -807,6 +658,101 @@ fn copy_random_tree(way: Way, seed: u64) {
             case.fail(&format!("{path:?} outside changed"));
         }
     }
+}
+
+/// Copies while a user with rights to some directories of both trees changes them at random system calls.
+fn copy_beside_intruders(way: Way, usual: Range<u64>) {
+    for seed in seeds(usual) {
+        copy_beside_an_intruder(way, seed);
+    }
+}
+
+fn copy_beside_an_intruder(way: Way, seed: u64) {
+    let (mut case, mut random) = Case::new(seed, way, true);
+    for (path, entry) in tree(&case.exports).iter().filter(|(path, _)| !path.as_os_str().is_empty()) {
+        let path = case.exports.join(path);
+        match random.u32(..6) {
+            _ if entry.kind != FileType::Directory => {}
+            0 | 1 if case.owners => lchown(path, Some(INTRUDER), Some(INTRUDER)).unwrap(),
+            2 => fs::set_permissions(path, fs::Permissions::from_mode(0o777)).unwrap(),
+            _ => {}
+        }
+    }
+    fs::set_permissions(case.outside.join("file"), fs::Permissions::from_mode(0o600)).unwrap();
+    case.start_daemon();
+    let (source, outside) = (case.sources(), tree(&case.outside));
+    let mut intruder = Intruder {
+        random: random.fork(),
+        roots: [&case.source, &case.target].into_iter().chain(&case.second).cloned().collect(),
+        outside: case.outside.clone(),
+        fixed: tree(&case.exports)
+            .values()
+            .filter(|one| one.kind == FileType::Directory)
+            .map(|one| one.identity)
+            .collect(),
+        made: BTreeSet::new(),
+        seen: BTreeSet::new(),
+        log: Vec::new(),
+    };
+    let secrets: Vec<_> =
+        source.iter().filter(|(_, entry)| entry.size >= 16 && !entry.is_readable_by(INTRUDER)).collect();
+    for _ in 0..random.u32(1..3) {
+        let mut fault = Fault::new(&mut random, way);
+        fault.call = STOPPING_CALLS;
+        fault.what = format!("signal=STOP:when={}+{}", random.u32(1..40), random.u32(1..40));
+        let out = case.run_beside(fault.clone(), &mut intruder);
+        case.faults.push(format!("{fault:?}, {}: {}; {:?}", out.status, stderr(&out), intruder.log.split_off(0)));
+        if stderr(&out).contains("panicked") {
+            case.fail("it panicked");
+        }
+        case.check_intruder(&intruder, &secrets, &outside);
+    }
+    // The names of unfinished files are not copied.
+    for root in [&case.source].into_iter().chain(&case.second) {
+        for (path, entry) in tree(root).iter().rev().filter(|(path, _)| is_own_name(path)) {
+            let path = root.join(path);
+            if entry.kind == FileType::Directory { fs::remove_dir_all(path) } else { fs::remove_file(path) }.unwrap();
+        }
+    }
+    if !case.owners {
+        assert!(Command::new("chown").args(["-R", "-h", "65534:65534"]).arg(&case.exports).status().unwrap().success());
+    }
+    let (source, mut old) = (case.sources(), tree(&case.target));
+    // Those that the attempts have made get their modes now.
+    old.retain(|path, entry| {
+        entry.kind != FileType::Directory
+            || !source.contains_key(path)
+            || entry.kept.mode & 0o777 != 0o700
+            || intruder.fixed.contains(&entry.identity)
+    });
+    let out = case.run(None, &["-v"]);
+    let said = stderr(&out);
+    if case.owners {
+        case.check_intruder(&intruder, &secrets, &outside);
+    }
+    // A file that the user cannot read, a pipe without -p, and another name that the intruder has given to an entry of the copy.
+    let reasons = ["ermission denied", "not a file, directory or link", "another entry of this copy has this name"];
+    let is_refused = reasons.iter().any(|why| said.contains(why));
+    if out.status.success() {
+        case.check_result((&source, &old, &tree(&case.target)), true);
+    } else if !may_fail(&out) && !is_refused {
+        case.fail(&format!("the copy failed: {said}"));
+    }
+}
+
+#[test]
+fn copies_beside_an_intruder_within_a_host() {
+    copy_beside_intruders(Way::Local, 0..20);
+}
+
+#[test]
+fn pushes_beside_an_intruder() {
+    copy_beside_intruders(Way::Push, 0..20);
+}
+
+#[test]
+fn pulls_beside_an_intruder() {
+    copy_beside_intruders(Way::Pull, 0..20);
 }
 
 #[test]

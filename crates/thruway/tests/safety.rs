@@ -2388,7 +2388,7 @@ fn the_destination_of_contents_is_as_private_as_their_directory() {
 
 /// Runs `thruway cp`, and kills it at the first renaming of a file.
 fn cp_until_rename(lab: &Lab, command: &mut Command, list: &[OsString]) {
-    command.arg("strace").args(strace_options("renameat2:signal=KILL:when=1"));
+    command.arg("strace").args(strace_options("renameat2:signal=KILL:when=1", "/dev/null"));
     command.arg(lab.program_for_all()).arg("cp").args(list);
     let out = command.env("XDG_CONFIG_HOME", lab.dir.path()).env("HOME", lab.dir.path()).output().unwrap();
     assert!(!out.status.success(), "{}", stderr(&out));
@@ -2610,7 +2610,7 @@ fn files_that_their_owner_has_closed_after_a_kill_stay_closed() {
             fs::write(source.join(format!("{i}")), noise(if i % 10 == 0 { 3 << 20 } else { 100 }, i)).unwrap();
         }
         let (key, mut daemon) = lab.serve_to_key("create", &served);
-        let mut tracer = inject_into(&daemon, &format!("renameat2:signal=KILL:when={when}"));
+        let mut tracer = inject_into(&daemon, &format!("renameat2:signal=KILL:when={when}"), "/dev/null");
         let list = args(&[&"-a", &"--key", &key, &"--retries", &"0", &slash(&source), &daemon.url("e/")]);
         let is_killed = !try_cp(&lab, &list).status.success();
         daemon.kill();

@@ -107,17 +107,18 @@ impl Daemon {
     }
 }
 
-/// Options of strace for a fault in system calls: `inject` is as for `strace --inject`, and begins with the name of the call.
-pub(crate) fn strace_options(inject: &str) -> Vec<String> {
+/// Options of strace for a fault in system calls: `inject` is as for `strace --inject`, and begins with the name of the call. The calls
+/// and signals go to `log`.
+pub(crate) fn strace_options(inject: &str, log: &str) -> Vec<String> {
     let call = inject.split(':').next().unwrap();
     let faults = [format!("trace={call}"), "-e".into(), format!("inject={inject}")];
-    ["-f", "-qq", "-o", "/dev/null", "-e"].map(String::from).into_iter().chain(faults).collect()
+    ["-f", "-qq", "-o", log, "-e"].map(String::from).into_iter().chain(faults).collect()
 }
 
 /// Has strace inject a fault into a running daemon. Returns when all threads are traced.
-pub(crate) fn inject_into(daemon: &Daemon, inject: &str) -> Child {
+pub(crate) fn inject_into(daemon: &Daemon, inject: &str, log: &str) -> Child {
     let id = daemon.child.id().to_string();
-    let mut tracer = Command::new("strace").args(strace_options(inject)).args(["-p", &id]).spawn().unwrap();
+    let mut tracer = Command::new("strace").args(strace_options(inject, log)).args(["-p", &id]).spawn().unwrap();
     let is_traced = |task: fs::DirEntry| {
         let status = fs::read_to_string(task.path().join("status"));
         status.is_ok_and(|status| status.contains("TracerPid:\t") && !status.contains("TracerPid:\t0\n"))
