@@ -5,7 +5,7 @@
 //! - [`credentials`]: acting as the user of a client.
 //! - [`listing`]: the names in a directory. [`walk`], [`remove`]: trees of any depth, with few descriptors.
 //! - [`writable`]: directories that are made writable for a time.
-//! - [`sparse`]: the data and the holes of a file.
+//! - [`sparse`]: the data and the holes of a file. [`spool`]: bytes in memory or a temporary file.
 //! - [`lease`]: hearing of it before another program changes a file.
 //! - [`disk_lock`]: files that programs use as disks.
 //! - [`durable`]: atomic, durable replacement of small files.
@@ -27,6 +27,7 @@ pub mod listing;
 pub mod remove;
 pub mod share_storage;
 pub mod sparse;
+pub mod spool;
 pub mod superblock;
 pub mod volumes;
 pub mod walk;

@@ -1,10 +1,13 @@
 //! Walks a tree, directory by directory.
 //!
 //! One directory is open at a time, whatever the depth; each is opened by its path below the root, through no symbolic link. What is
-//! kept of the tree are the paths of directories still to come.
+//! kept of the tree are the names of directories still to come, of which more than a MiB are in a temporary file.
 
 use crate::beneath::{self, Links};
+use crate::spool::Spool;
 use rustix::fs::{OFlags, Stat};
+use std::ffi::CStr;
+use std::io::{self, Read};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
@@ -12,26 +15,37 @@ use std::sync::Arc;
 /// were [added](Walk::descend), each with all beneath it.
 pub struct Walk {
     root: Arc<OwnedFd>,
-    /// What is still to be visited, the next one last.
-    todo: Vec<(Vec<u8>, Stat)>,
-    /// Those from here on were added by the directory visited now.
-    first: usize,
+    /// Path of the directory visited last.
+    path: Vec<u8>,
+    /// That directory, and those above it.
+    levels: Vec<Level>,
+    /// Names of directories still to come, and some that were visited. Those of one parent come together, behind those of the
+    /// directories above it.
+    names: Spool,
+    has_begun: bool,
+}
+
+/// A directory of which others are still to be visited.
+struct Level {
+    path_len: usize,
+    /// Where its names begin in [`Walk::names`], the next one to be visited is, and the names end.
+    first: u64,
+    next: u64,
+    end: u64,
 }
 
 /// A directory of the tree.
 pub struct Visit {
     /// Its path below the root; empty for the root.
     pub below: Vec<u8>,
-    /// What it was when it was listed.
-    pub stat: Stat,
-    /// The directory, open to be listed.
-    pub dir: rustix::io::Result<Arc<OwnedFd>>,
+    /// The directory, open to be listed, and its attributes.
+    pub dir: io::Result<(Arc<OwnedFd>, Stat)>,
 }
 
 impl Walk {
     /// Begins with the root itself.
-    pub fn new(root: Arc<OwnedFd>, stat: Stat) -> Walk {
-        Walk { root, todo: vec![(Vec::new(), stat)], first: 0 }
+    pub fn new(root: Arc<OwnedFd>) -> Walk {
+        Walk { root, path: Vec::new(), levels: Vec::new(), names: Spool::new(None), has_begun: false }
     }
 
     /// The root.
@@ -40,43 +54,97 @@ impl Walk {
     }
 
     /// Adds a directory that the one visited last holds.
-    pub fn descend(&mut self, below: Vec<u8>, stat: Stat) {
-        self.todo.push((below, stat));
+    ///
+    /// # Errors
+    /// If there are too many names for the directory for temporary files, or they cannot be written there.
+    pub fn descend(&mut self, name: &CStr) -> io::Result<()> {
+        self.names.append(name.to_bytes_with_nul())?;
+        if let Some(level) = self.levels.last_mut() {
+            level.end = self.names.len();
+        }
+        Ok(())
     }
 
     /// Opens the next directory.
     pub fn visit(&mut self) -> Option<Visit> {
-        self.todo[self.first..].reverse();
-        let (below, stat) = self.todo.pop()?;
-        self.first = self.todo.len();
-        let dir = beneath::open(&self.root, &below, OFlags::RDONLY | OFlags::DIRECTORY, Links::Never).map(Arc::new);
-        Some(Visit { below, stat, dir })
+        if !std::mem::replace(&mut self.has_begun, true) {
+            return Some(self.enter());
+        }
+        while let Some(level) = self.levels.last_mut() {
+            self.path.truncate(level.path_len);
+            if level.next >= level.end {
+                self.names.truncate(level.first);
+                self.levels.pop();
+                continue;
+            }
+            match next_name(&self.names, level.next) {
+                Ok(name) => {
+                    level.next += name.len() as u64 + 1;
+                    if !self.path.is_empty() {
+                        self.path.push(b'/');
+                    }
+                    self.path.extend_from_slice(&name);
+                    return Some(self.enter());
+                }
+                Err(e) => {
+                    level.next = level.end;
+                    return Some(Visit { below: self.path.clone(), dir: Err(e) });
+                }
+            }
+        }
+        None
+    }
+
+    /// Opens the directory at [`Walk::path`].
+    fn enter(&mut self) -> Visit {
+        let end = self.names.len();
+        self.levels.push(Level { path_len: self.path.len(), first: end, next: end, end });
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY;
+        let dir = beneath::open(&self.root, &self.path, flags, Links::Never).and_then(|dir| {
+            // Another one can have got its name since it was listed.
+            let stat = rustix::fs::fstat(&dir)?;
+            Ok((Arc::new(dir), stat))
+        });
+        Visit { below: self.path.clone(), dir: dir.map_err(io::Error::from) }
+    }
+}
+
+fn next_name(names: &Spool, at: u64) -> io::Result<Vec<u8>> {
+    let mut name = [0; 256];
+    let mut read = 0;
+    let mut reader = names.reader(at);
+    loop {
+        match reader.read(&mut name[read..])? {
+            0 => return Err(io::Error::other("the names of its directories are damaged")),
+            more => read += more,
+        }
+        if let Some(len) = name[..read].iter().position(|byte| *byte == 0) {
+            return Ok(name[..len].to_vec());
+        }
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::beneath::join;
     use rustix::fs::{AtFlags, Dir, FileType};
     use std::fs;
 
     /// Paths of the directories of a tree, those of one parent by name.
     fn directories(root: &std::path::Path) -> Vec<String> {
         let root = Arc::new(OwnedFd::from(fs::File::open(root).unwrap()));
-        let stat = rustix::fs::fstat(&root).unwrap();
-        let mut walk = Walk::new(root, stat);
+        let mut walk = Walk::new(root);
         let mut visited = Vec::new();
         while let Some(Visit { below, dir, .. }) = walk.visit() {
             visited.push(String::from_utf8(below.clone()).unwrap());
-            let dir = dir.unwrap();
+            let (dir, _) = dir.unwrap();
             let mut names: Vec<_> = Dir::read_from(&*dir).unwrap().map(|e| e.unwrap().file_name().to_owned()).collect();
             names.retain(|name| !matches!(name.to_bytes(), b"." | b".."));
             names.sort();
             for name in names {
                 let stat = rustix::fs::statat(&*dir, &name, AtFlags::SYMLINK_NOFOLLOW).unwrap();
                 if FileType::from_raw_mode(stat.st_mode).is_dir() {
-                    walk.descend(join(&below, name.to_bytes()), stat);
+                    walk.descend(&name).unwrap();
                 }
             }
         }
@@ -98,13 +166,43 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         fs::create_dir(dir.path().join("d")).unwrap();
         let root = Arc::new(OwnedFd::from(fs::File::open(dir.path()).unwrap()));
-        let stat = rustix::fs::fstat(&root).unwrap();
-        let mut walk = Walk::new(root, stat);
+        let mut walk = Walk::new(root);
         assert!(walk.visit().unwrap().dir.is_ok());
-        walk.descend(b"d".to_vec(), stat);
+        walk.descend(c"d").unwrap();
         fs::remove_dir(dir.path().join("d")).unwrap();
         std::os::unix::fs::symlink("/", dir.path().join("d")).unwrap();
         assert!(walk.visit().unwrap().dir.is_err());
         assert!(walk.visit().is_none());
+    }
+
+    #[test]
+    fn the_attributes_are_those_of_the_open_directory() {
+        let dir = tempfile::tempdir().unwrap();
+        for name in ["open", "closed"] {
+            fs::create_dir(dir.path().join(name)).unwrap();
+        }
+        let mut walk = Walk::new(Arc::new(OwnedFd::from(fs::File::open(dir.path()).unwrap())));
+        walk.visit().unwrap().dir.unwrap();
+        walk.descend(c"open").unwrap();
+        fs::remove_dir(dir.path().join("open")).unwrap();
+        fs::rename(dir.path().join("closed"), dir.path().join("open")).unwrap();
+        let (found, stat) = walk.visit().unwrap().dir.unwrap();
+        assert_eq!(stat.st_ino, rustix::fs::fstat(&found).unwrap().st_ino);
+    }
+
+    #[test]
+    fn many_directories_are_kept_in_a_file() {
+        let dir = tempfile::tempdir().unwrap();
+        let long = "d".repeat(250);
+        let name = |number: u32| format!("{number:05}{}", &long[5..]);
+        for number in 0..6_000 {
+            fs::create_dir(dir.path().join(name(number))).unwrap();
+        }
+        fs::create_dir(dir.path().join(name(3_000)).join("inner")).unwrap();
+        let expected = std::iter::once(String::new())
+            .chain((0..=3_000).map(name))
+            .chain([format!("{}/inner", name(3_000))])
+            .chain((3_001..6_000).map(name));
+        assert!(directories(dir.path()).into_iter().eq(expected));
     }
 }

@@ -423,6 +423,7 @@ fn attempt(
         rate_limit: job.rate_limit,
         cancel: Some(cancel),
         has_others: false,
+        open_files: None,
     };
     let outcome = match (&job.local, prepared) {
         (Local::Sources(sources), _) => {

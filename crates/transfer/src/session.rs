@@ -14,6 +14,7 @@ use thruway_engine::stage::{StageId, StageStats};
 use thruway_engine::topology::{self, Node};
 use thruway_engine::{BlockPool, Owner, Storage, Workers};
 use thruway_fabric::Device;
+use thruway_server::quota::{Quota, Unit};
 
 /// The stages of a process, shared by its sessions, and the blocks of one session.
 ///
@@ -174,6 +175,8 @@ pub struct SessionParams {
     pub cancel: Option<Cancel>,
     /// This process has sessions of others, too.
     pub has_others: bool,
+    /// Large files that all sessions of this process may have open, and the owner of this session.
+    pub open_files: Option<(Arc<Quota>, Owner)>,
 }
 
 /// Ends a session from outside: its user has no right to it any more, or the daemon stops.
@@ -260,6 +263,16 @@ fn shut(stream: &Weak<TcpStream>) {
 }
 
 impl SessionParams {
+    /// The share of one large file in the files that this process may have open; `None` without a limit. Waits for at most `patience`.
+    ///
+    /// # Errors
+    /// If the owner of the session has all that it may have.
+    pub(crate) fn open_file(&self, patience: Duration) -> io::Result<Option<Unit>> {
+        let Some((quota, owner)) = &self.open_files else { return Ok(None) };
+        let share = quota.take(*owner, patience);
+        share.map(Some).ok_or_else(|| io::Error::from_raw_os_error(libc::EMFILE))
+    }
+
     /// # Errors
     /// If the session is to end.
     pub(crate) fn check_cancel(&self) -> Result<(), SessionError> {

@@ -31,6 +31,7 @@ use thruway_engine::{Owner, limits};
 use thruway_fabric::{ConnectionEvent, ConnectionRequest, Device, ListenOptions, Listener, Provider, iwarp};
 use thruway_server::admission::{Admission, Answer, Limits, Slot};
 use thruway_server::connection_limit::is_fair;
+use thruway_server::quota::Quota;
 use thruway_tcp::Origin;
 
 /// A directory that is served.
@@ -66,6 +67,8 @@ const HANDSHAKES_OF_ONE_MAX: usize = 32;
 const HANDSHAKES_WAITING_MAX: usize = 4096;
 /// Descriptors that such a peer costs, with some to spare.
 const HANDSHAKE_DESCRIPTORS: usize = 16;
+/// One in so many of the files that the process may have open can be a large file of a session. With direct I/O, it is open twice.
+const OPEN_FILES: u64 = 4;
 /// Most connections that have not sent their first message over RDMA. Fewer where descriptors are few.
 const PENDING_MAX: usize = 1024;
 /// Most data connections of sessions whose peers have not proved their identities. Fewer where descriptors are few.
@@ -149,6 +152,8 @@ struct Shared {
     next_running: AtomicU64,
     next_session: AtomicU32,
     active: AtomicUsize,
+    /// Large files that are being received.
+    open_files: Arc<Quota>,
     stop: AtomicBool,
     listener: Device,
 }
@@ -265,6 +270,7 @@ impl Daemon {
             next_running: AtomicU64::new(0),
             next_session: AtomicU32::new(1),
             active: AtomicUsize::new(0),
+            open_files: Quota::new(limits::share_of_open_files(OPEN_FILES)),
             stop: AtomicBool::new(false),
             listener: device.clone(),
         });
@@ -702,6 +708,7 @@ impl Session<'_> {
             rate_limit: asked.rate_limit,
             cancel: Some(cancel),
             has_others,
+            open_files: has_others.then(|| (Arc::clone(&self.shared.open_files), owner)),
         };
         let progress = Arc::new(Progress::default());
         let on_report: OnReport = Arc::new(|report| {

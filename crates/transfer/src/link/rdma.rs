@@ -30,6 +30,8 @@ const CONTROL_RESERVE: usize = 8;
 /// A message that only returns receives is due when this many have been used.
 const RETURN_AT: usize = (CONTROL_RECEIVES - CONTROL_RESERVE) / 2;
 const SLOT_LEN: usize = 8192;
+/// Most messages that wait for room at the peer; those that an honest peer causes are fewer.
+const OUTBOX_MAX: usize = 512;
 const NOTICE_LEN: usize = 32;
 
 // Work request ids of the data queue pairs; those of control messages are [`MessageSlots`]'.
@@ -46,6 +48,8 @@ pub(crate) struct RdmaLink {
     control: QueuePair,
     slots: MessageSlots,
     outbox: VecDeque<Control>,
+    /// When the peer last had room for one of those, or the first of them came.
+    taken: Instant,
     /// Credits of the peer for any channel are revoked with their notification.
     peer_revocable: bool,
     secured: Option<Secured>,
@@ -121,6 +125,7 @@ impl RdmaLink {
             control,
             slots,
             outbox: VecDeque::new(),
+            taken: Instant::now(),
             secured: None,
             raw: VecDeque::new(),
             peer_room: CONTROL_RECEIVES - CONTROL_RESERVE,
@@ -370,7 +375,11 @@ impl RdmaLink {
     /// [`LinkError`].
     pub(crate) fn send(&mut self, message: &Control) -> Result<(), LinkError> {
         self.queue(message.clone());
-        self.flush()
+        self.flush()?;
+        if self.outbox.len() > OUTBOX_MAX {
+            return Err(LinkError::Unexpected("number of messages that it makes no room for"));
+        }
+        Ok(())
     }
 
     /// Messages that wait for the peer to take earlier ones.
@@ -392,6 +401,9 @@ impl RdmaLink {
             waiting.extend_from_slice(new);
             return;
         }
+        if self.outbox.is_empty() {
+            self.taken = Instant::now();
+        }
         self.outbox.push_back(message);
     }
 
@@ -402,6 +414,7 @@ impl RdmaLink {
                 break;
             }
             let Some(message) = self.outbox.pop_front() else { break };
+            self.taken = Instant::now();
             self.peer_room -= 1;
             self.transmit(&message)?;
         }
@@ -590,6 +603,9 @@ impl RdmaLink {
         }
         self.completions = completions;
         self.flush()?;
+        if !self.outbox.is_empty() && self.taken.elapsed() > SILENCE_MAX {
+            return Err(LinkError::Silent);
+        }
         self.close.report_if_due(self.ready.is_empty() && self.raw.is_empty())
     }
 

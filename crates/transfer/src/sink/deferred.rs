@@ -7,22 +7,17 @@ use super::made::Made;
 use crate::filter::Filter;
 use crate::session::LocalError;
 use crate::wire::{KeepEnd, Meta, Record, ReportKind};
-use rustix::fs::{Mode, OFlags};
 use std::cell::{Cell, RefCell};
 use std::collections::hash_map::Entry::{Occupied, Vacant};
 use std::collections::{HashMap, HashSet};
-use std::fs::File;
-use std::io::{self, Read, Seek, SeekFrom, Write};
+use std::io::{self, Read};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use thruway_fs::beneath;
 use thruway_fs::remove::Remover;
+use thruway_fs::spool::Spool;
 
-/// Records are kept in memory up to this many bytes, then in a file without a name.
-const IN_MEMORY: usize = 1 << 20;
-/// Where that file cannot be in the destination, it takes no more than this of the directory for temporary files.
-const ELSEWHERE_MAX: u64 = 256 << 20;
 /// Bytes of names to keep, in one directory or gathered at a time, beyond which nothing is removed from them.
 const KEEP_BYTES_MAX: usize = 256 << 20;
 /// Bytes before each record: position of the last directory before it, and its fingerprint if it is a directory.
@@ -35,23 +30,14 @@ const NOWHERE: u64 = u64::MAX;
 /// Records that wait.
 pub(super) struct Deferred {
     spool: Spool,
-    /// Where a file for them goes; `None`: among the temporary files of this machine.
-    place: Option<Arc<OwnedFd>>,
     /// Where the last directory is; each knows the one before it, so that memory does not grow with the tree.
     last_directory: u64,
-    len: u64,
-}
-
-enum Spool {
-    Memory(io::Cursor<Vec<u8>>),
-    File(File),
 }
 
 impl Deferred {
     /// Records of a copy into `root`. `elsewhere`: nothing is to be written there.
     pub(super) fn new(root: &Arc<OwnedFd>, elsewhere: bool) -> Deferred {
-        let place = (!elsewhere).then(|| Arc::clone(root));
-        Deferred { spool: Spool::Memory(io::Cursor::default()), place, last_directory: NOWHERE, len: 0 }
+        Deferred { spool: Spool::new((!elsewhere).then(|| Arc::clone(root))), last_directory: NOWHERE }
     }
 
     /// Keeps a record; `made` if it is of a directory that the job made.
@@ -67,65 +53,18 @@ impl Deferred {
         entry.extend_from_slice(&fingerprint.to_le_bytes());
         entry.extend_from_slice(&prefix);
         entry.extend_from_slice(&encoded);
-        if matches!(&self.spool, Spool::Memory(bytes) if bytes.get_ref().len() + entry.len() > IN_MEMORY) {
-            let mut file = self.file()?;
-            if let Spool::Memory(bytes) = &self.spool {
-                file.write_all(bytes.get_ref())?;
-            }
-            self.spool = Spool::File(file);
-        }
-        match &mut self.spool {
-            Spool::Memory(bytes) => bytes.get_mut().extend_from_slice(&entry),
-            Spool::File(_) if self.place.is_none() && self.len > ELSEWHERE_MAX => {
-                return Err(io::Error::other("the tree has too many entries"));
-            }
-            Spool::File(file) => file.write_all(&entry)?,
-        }
+        let at = self.spool.len();
+        self.spool.append(&entry)?;
         if matches!(record, Record::Dir { .. }) {
-            self.last_directory = self.len;
+            self.last_directory = at;
         }
-        self.len += entry.len() as u64;
         Ok(())
     }
 
-    /// A file without a name in the destination, whose quota and room are the copy's own affair; elsewhere only if
-    /// that is not possible.
-    fn file(&mut self) -> io::Result<File> {
-        if let Some(root) = &self.place {
-            let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
-            if let Ok(fd) = rustix::fs::openat(root, c".", flags, Mode::from_raw_mode(0o600)) {
-                return Ok(File::from(fd));
-            }
-            // File systems that know no files without names have one that had one.
-            let digits = crate::auth::to_hex(&thruway_engine::random::random::<16>());
-            let name = std::ffi::CString::new(format!(".spool.tw-{digits}"))?;
-            let flags = OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::RDWR | OFlags::CLOEXEC;
-            if let Ok(fd) = rustix::fs::openat(root, &name, flags, Mode::from_raw_mode(0o600)) {
-                rustix::fs::unlinkat(root, &name, rustix::fs::AtFlags::empty())?;
-                return Ok(File::from(fd));
-            }
-        }
-        self.place = None;
-        tempfile::tempfile()
-    }
-
-    fn reader(&mut self, at: u64) -> io::Result<&mut dyn Read> {
-        match &mut self.spool {
-            Spool::Memory(bytes) => {
-                bytes.set_position(at);
-                Ok(bytes)
-            }
-            Spool::File(file) => {
-                file.seek(SeekFrom::Start(at))?;
-                Ok(file)
-            }
-        }
-    }
-
     /// Calls `each` for all records, in the order they came.
-    fn for_each(&mut self, mut each: impl FnMut(Record)) -> io::Result<()> {
-        let end = self.len;
-        let mut reader = io::BufReader::new(self.reader(0)?);
+    fn for_each(&self, mut each: impl FnMut(Record)) -> io::Result<()> {
+        let end = self.spool.len();
+        let mut reader = io::BufReader::new(self.spool.reader(0));
         let mut at = 0;
         while at < end {
             let entry = read_entry(&mut reader)?;
@@ -136,10 +75,10 @@ impl Deferred {
     }
 
     /// Calls `each` for all directories, the last first.
-    fn directories_backwards(&mut self, mut each: impl FnMut(Vec<u8>, Meta, Option<Made>)) -> io::Result<()> {
+    fn directories_backwards(&self, mut each: impl FnMut(Vec<u8>, Meta, Option<Made>)) -> io::Result<()> {
         let mut at = self.last_directory;
         while at != NOWHERE {
-            let entry = read_entry(&mut self.reader(at)?)?;
+            let entry = read_entry(&mut io::BufReader::new(self.spool.reader(at)))?;
             if let Record::Dir { path, meta } = entry.record {
                 each(path, meta, entry.made);
             }
@@ -231,8 +170,8 @@ impl Files {
     /// Hard links, removals if they are allowed, the attributes of directories, innermost first; then makes it
     /// all durable.
     pub(super) fn finalize(&self, may_remove: bool) {
-        let mut deferred = self.deferred.lock().expect("no panics under the lock");
-        if let Err(e) = self.finalize_from(&mut deferred, may_remove) {
+        let deferred = self.deferred.lock().expect("no panics under the lock");
+        if let Err(e) = self.finalize_from(&deferred, may_remove) {
             return self.events.send(SessionEvent::Fatal(LocalError::io("reading back directory attributes", e)));
         }
         drop(deferred);
@@ -256,7 +195,7 @@ impl Files {
         self.events.send(SessionEvent::Finalized);
     }
 
-    fn finalize_from(&self, deferred: &mut Deferred, may_remove: bool) -> io::Result<()> {
+    fn finalize_from(&self, deferred: &Deferred, may_remove: bool) -> io::Result<()> {
         // Several sources may meet in one directory: what one of them has the others must not remove.
         let mut lists = Lists::default();
         // Of a session that is over nothing more is done: its user has taken it back.
@@ -305,7 +244,7 @@ impl Files {
         Ok(())
     }
 
-    fn remove(&self, deferred: &mut Deferred, lists: &HashMap<Vec<u8>, u32>) -> io::Result<()> {
+    fn remove(&self, deferred: &Deferred, lists: &HashMap<Vec<u8>, u32>) -> io::Result<()> {
         let filter = Filter::new(&self.params.options).map_err(io::Error::other)?;
         let spares = |path: &[u8], is_dir: &dyn Fn() -> bool| !filter.takes(path, is_dir);
         let pruned: RefCell<Pruned> = RefCell::default();
@@ -390,7 +329,7 @@ mod tests {
     #[test]
     fn records_come_back_in_order_and_directories_backwards_whatever_they_are_kept_in() {
         let root = tempfile::tempdir().unwrap();
-        let fd: Arc<OwnedFd> = Arc::new(File::open(root.path()).unwrap().into());
+        let fd: Arc<OwnedFd> = Arc::new(std::fs::File::open(root.path()).unwrap().into());
         for (count, elsewhere) in [(0, false), (10, false), (40_000, false), (40_000, true)] {
             let mut deferred = Deferred::new(&fd, elsewhere);
             for number in 0..count {
@@ -398,7 +337,7 @@ mod tests {
                 deferred.push(&link, None).unwrap();
                 deferred.push(&dir(number), (number % 3 == 0).then_some(Made::Done(7))).unwrap();
             }
-            assert_eq!(matches!(deferred.spool, Spool::File(_)), count > 10);
+            assert_eq!(deferred.spool.is_file(), count > 10);
             let mut seen = 0;
             deferred
                 .for_each(|record| {

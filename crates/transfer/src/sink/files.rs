@@ -27,13 +27,14 @@ use std::net::TcpStream;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 use thruway_engine::digest::{Algorithm, DIGEST_LEN};
 use thruway_engine::io::{Outcome, Request};
 use thruway_engine::stage::TASK_TIME;
 use thruway_engine::{Block, OpenFile, Segment};
 use thruway_fs::Identity;
 use thruway_fs::beneath;
+use thruway_server::quota::Unit;
 
 /// Auto direct I/O begins here.
 const DIRECT_FROM: u64 = 256 << 20;
@@ -103,6 +104,8 @@ pub(super) struct LargeFile {
     identity: Identity,
     before: Before,
     failure: FirstFailure,
+    /// Its share of the files that the process may have open.
+    _share: Option<Unit>,
     /// A piece, by its sequence number, that was not what the source had digested: the file changed there, or
     /// the network is at fault.
     suspect: Mutex<Option<u32>>,
@@ -602,6 +605,7 @@ impl Files {
         meta: Meta,
         resumed: Option<Identity>,
     ) -> io::Result<LargeFile> {
+        let share = self.params.open_file(Duration::ZERO)?;
         // A file that somebody puts under its name from now on does not give it permissions.
         let before = match self.params.options.preserve {
             true => Before::Inherited,
@@ -666,6 +670,7 @@ impl Files {
             identity,
             before,
             failure: FirstFailure::default(),
+            _share: share,
             suspect: Mutex::default(),
             written: AtomicU32::new(0),
         })
@@ -961,7 +966,11 @@ fn version_of(meta: &Meta) -> Version {
 /// Removes a temporary file of an earlier attempt, if there is one.
 fn remove_leftover(dir: impl AsFd, temp: &CStr) -> io::Result<()> {
     match rustix::fs::unlinkat(dir, temp, AtFlags::empty()) {
-        Ok(()) | Err(rustix::io::Errno::NOENT) => Ok(()),
+        Ok(()) | Err(Errno::NOENT) => Ok(()),
+        Err(Errno::ISDIR) => {
+            let why = format!("a directory is in the way of the temporary file {}; remove it", temp.to_string_lossy());
+            Err(io::Error::new(io::ErrorKind::IsADirectory, why))
+        }
         Err(e) => Err(e.into()),
     }
 }

@@ -134,11 +134,10 @@ impl Search {
             journals.insert(above.into(), found);
         }
         let mut temporaries = Vec::new();
-        let stat = rustix::fs::fstat(&search.root)?;
-        let mut tree = Walk::new(Arc::clone(&search.root), stat);
-        while let Some(Visit { below, dir, .. }) = tree.visit() {
+        let mut tree = Walk::new(Arc::clone(&search.root));
+        while let Some(Visit { below, dir }) = tree.visit() {
             if let Err(e) = search.directory(&mut tree, &below, dir, &real, &mut journals, &mut temporaries) {
-                search.failures.push((below, e.into()));
+                search.failures.push((below, e));
             }
         }
         for (path, stat) in temporaries {
@@ -176,18 +175,18 @@ impl Search {
         &mut self,
         tree: &mut Walk,
         below: &[u8],
-        dir: rustix::io::Result<Arc<OwnedFd>>,
+        dir: io::Result<(Arc<OwnedFd>, Stat)>,
         real: &Path,
         journals: &mut HashMap<PathBuf, Vec<Found>>,
         temporaries: &mut Vec<(Vec<u8>, Stat)>,
-    ) -> rustix::io::Result<()> {
-        let dir = dir?;
+    ) -> io::Result<()> {
+        let (dir, _) = dir?;
         for name in listing::names(&*dir)? {
             let name = name?;
             let path = join(below, name.to_bytes());
             let Ok(stat) = rustix::fs::statat(&dir, &name, AtFlags::SYMLINK_NOFOLLOW) else { continue };
             if FileType::from_raw_mode(stat.st_mode).is_dir() {
-                tree.descend(path, stat);
+                tree.descend(&name)?;
             } else if temporary_of(name.to_bytes()).is_some() {
                 temporaries.push((path, stat));
             } else if let Some((found, stat)) = self.open_journal(&dir, &name, &path) {

@@ -277,6 +277,7 @@ pub fn run(
     progress: &Arc<Progress>,
     on_report: &OnReport,
 ) -> Outcome {
+    let wants_offers = prepared.wants_offers(&params.options);
     let Prepared { target, journal, mut earlier, notes } = prepared;
     let (events, mailbox) = EventSender::new(link.device());
     let counters = Arc::new(Counters { expected: AtomicU64::new(u64::MAX), ..Counters::default() });
@@ -346,6 +347,7 @@ pub fn run(
         files: Arc::clone(&files),
         counters: &counters,
         judge: None,
+        wants_offers,
         waiting_for_block: false,
         finalizing: false,
         failed: 0,
@@ -476,6 +478,8 @@ struct Sink<'a> {
     counters: &'a Arc<Counters>,
     /// Answers offers, once there are any.
     judge: Option<Judge>,
+    /// The source was told to offer files first.
+    wants_offers: bool,
     /// The pool will send mail when the window has room.
     waiting_for_block: bool,
     finalizing: bool,
@@ -527,6 +531,7 @@ impl Sink<'_> {
                 if self.core.is_owed() { self.grant() } else { Ok(()) }
             }
             Heard::FileEnd { file, blocks, status } => Ok(self.files.file_end(file, blocks, status)?),
+            Heard::Offer { .. } if !self.wants_offers => Err(LinkError::Unexpected("offer").into()),
             Heard::Offer { batch, entries } => {
                 for entry in &entries {
                     self.files.scope.path(&entry.path).map_err(LinkError::from)?;

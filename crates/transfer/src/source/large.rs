@@ -14,6 +14,7 @@ use std::time::Duration;
 use thruway_engine::digest::{Algorithm, DIGEST_LEN};
 use thruway_engine::{Block, OpenFile};
 use thruway_fs::sparse;
+use thruway_server::quota::Unit;
 
 /// A large file on its way.
 pub(crate) struct LargeFile {
@@ -33,6 +34,8 @@ pub(crate) struct LargeFile {
     pub(super) pipeline: Arc<Pipeline>,
     pub(super) events: EventSender<SessionEvent>,
     pub(super) open_files: Arc<OpenFiles>,
+    /// Its share of the files that the process may have open.
+    pub(super) _share: Option<Unit>,
 }
 
 /// What happens to a block between its loading and its sending.

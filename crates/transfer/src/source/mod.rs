@@ -32,6 +32,8 @@ use thruway_engine::rate_limit::RateLimit;
 
 /// Longest wait for the sink to end a successful session.
 const END_TIMEOUT: Duration = Duration::from_secs(10);
+/// Messages are sent while fewer than this wait for the peer to take them.
+const MESSAGES_AHEAD: usize = 64;
 /// Longest wait at once for the rate limit.
 const RATE_PAUSE_MAX: Duration = Duration::from_secs(1);
 
@@ -77,6 +79,7 @@ pub fn run(
     let payload_size = Arc::new(PayloadSize::new(params.block_len, far));
     let pack_contents = Arc::<PackContents>::default();
     let ahead = Ahead::new(pipeline.pool.count(), least_ahead(&link, &payload_size));
+    let reports = Arc::<ReportsAhead>::default();
     let setting = walk::Setting {
         pipeline: Arc::clone(pipeline),
         params: params.clone(),
@@ -88,6 +91,7 @@ pub fn run(
             && params.sealer.is_none()
             && params.options.direct != Direct::On,
         ahead: Arc::clone(&ahead),
+        reports: Arc::clone(&reports),
         payload_size: Arc::clone(&payload_size),
         pack_contents: Arc::clone(&pack_contents),
         destination: destination.filter(|d| d.machine == this_machine()),
@@ -107,6 +111,7 @@ pub fn run(
         on_report,
         rate_limit: RateLimit::new(params.rate_limit),
         ahead,
+        reports: Arc::clone(&reports),
         gauge: far.map(|round_trip| Gauge::new(Arc::clone(&payload_size), round_trip, Instant::now())),
         payload_size,
         pack_contents,
@@ -124,6 +129,7 @@ pub fn run(
     drop(source);
     cancel.store(true, Ordering::SeqCst);
     ahead.close();
+    reports.close();
     if result.is_ok() {
         let is_near = matches!(channels, Channels::Open { addr, .. } if addr.ip().to_canonical().is_loopback());
         if is_near || !link.is_long() {
@@ -161,6 +167,7 @@ struct Source<'a> {
     on_report: &'a OnReport,
     rate_limit: RateLimit,
     ahead: Arc<Ahead>,
+    reports: Arc<ReportsAhead>,
     payload_size: Arc<PayloadSize>,
     pack_contents: Arc<PackContents>,
     gauge: Option<Gauge>,
@@ -297,6 +304,51 @@ impl Ahead {
     }
 }
 
+/// The walker's reports that wait to be sent. The walker waits while there are too many.
+#[derive(Default)]
+pub(crate) struct ReportsAhead {
+    state: Mutex<ReportsState>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct ReportsState {
+    /// Closed: there is no need to wait.
+    closed: bool,
+    count: usize,
+    path_bytes: usize,
+}
+
+impl ReportsAhead {
+    const COUNT_MAX: usize = 1 << 14;
+    const PATH_BYTES_MAX: usize = 2 << 20;
+
+    /// Waits for room for a report of a path of this length.
+    fn enter(&self, path_len: usize) {
+        let state = self.state.lock().expect("no panics under the lock");
+        let is_full = |state: &mut ReportsState| {
+            !state.closed && (state.count >= Self::COUNT_MAX || state.path_bytes >= Self::PATH_BYTES_MAX)
+        };
+        let mut state = self.changed.wait_while(state, is_full).expect("no panics under the lock");
+        state.count += 1;
+        state.path_bytes += path_len;
+    }
+
+    /// A report has been sent. Those of files that failed after the walker had passed them were not counted.
+    fn leave(&self, path_len: usize) {
+        let mut state = self.state.lock().expect("no panics under the lock");
+        state.count = state.count.saturating_sub(1);
+        state.path_bytes = state.path_bytes.saturating_sub(path_len);
+        self.changed.notify_one();
+    }
+
+    /// The session is over: the walker need not wait.
+    fn close(&self) {
+        self.state.lock().expect("no panics under the lock").closed = true;
+        self.changed.notify_all();
+    }
+}
+
 impl Source<'_> {
     fn run(&mut self) -> Outcome {
         loop {
@@ -350,6 +402,9 @@ impl Source<'_> {
         loop {
             // The peer may be slow to hear what it is told.
             self.params.check_cancel()?;
+            if self.link.backlog() >= MESSAGES_AHEAD {
+                return Ok(());
+            }
             match self.mailbox.try_recv() {
                 Ok(SessionEvent::Loaded(block, header, after, file)) => self.core.loaded((block, file), header, after),
                 Ok(SessionEvent::FileEnd { file, blocks, status }) => {
@@ -361,6 +416,7 @@ impl Source<'_> {
                 }
                 Ok(SessionEvent::Report(report)) => {
                     (self.on_report)(&report);
+                    self.reports.leave(report.path.len());
                     self.link.send(&Control::Report(report))?;
                 }
                 Ok(SessionEvent::Walked { blocks }) => self.core.walked(blocks),

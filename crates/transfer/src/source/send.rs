@@ -179,6 +179,13 @@ impl Walker {
             self.flush();
             self.check_cancel()?;
         }
+        let share = loop {
+            match self.params.open_file(CANCEL_POLL_INTERVAL) {
+                Ok(share) => break share,
+                Err(_) => self.flush(),
+            }
+            self.check_cancel()?;
+        };
         self.append(&Record::Begin { file: number, path: c.path.clone(), meta, resume: !have.is_empty() })?;
         self.flush();
         let begun_in = self.next_sequence - 1;
@@ -196,6 +203,7 @@ impl Walker {
             pipeline: Arc::clone(&self.pipeline),
             events: self.events.clone(),
             open_files: Arc::clone(&self.open_files),
+            _share: share,
         });
         let missing = missing_extents(&large.file, size, endless || stat.st_blocks as u64 * 512 >= size, have);
         let result = match missing {

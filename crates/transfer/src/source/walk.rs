@@ -7,7 +7,7 @@
 use super::large::OpenFiles;
 use super::payload_size::PayloadSize;
 use super::send::{Pack, PackContents};
-use super::{Ahead, SessionEvent};
+use super::{Ahead, ReportsAhead, SessionEvent};
 use crate::filter::{Filter, FilterError};
 use crate::protocol::offers::{self, Offers};
 use crate::session::{EventSender, LocalError, Pipeline, Progress, SessionParams};
@@ -33,8 +33,12 @@ use thruway_fs::xattr;
 
 /// Files up to this size, or a quarter of a block, travel packed.
 const PACK_MAX: u64 = 256 << 10;
-/// Entries with several names that are remembered; later ones travel as entries of their own.
+/// Entries with several names that are remembered, and bytes of their paths; later ones travel as entries of their own.
 const LINKS_MAX: usize = 1 << 18;
+const LINKS_BYTES_MAX: usize = 64 << 20;
+/// Paths that are remembered of several sources. The sink compares the entries of further ones, but directories get the attributes of the
+/// last source.
+const NAMES_MAX: usize = 1 << 21;
 /// Bytes of names in one part of a list of names to keep, at most.
 const KEEP_BYTES: usize = 32 << 10;
 
@@ -75,6 +79,8 @@ pub(super) struct Walker {
     pub(super) next_file: u64,
     pub(super) open_files: Arc<OpenFiles>,
     links: HashMap<(u64, u64), Option<Vec<u8>>>,
+    /// Of the paths in `links`.
+    links_bytes: usize,
     /// More would have to be remembered than can be.
     links_full: bool,
     /// With several sources: what has been sent, by hash of its path. No source overwrites what another has just made.
@@ -87,6 +93,7 @@ pub(super) struct Walker {
     /// Pieces of files are sent from the files themselves.
     pub(super) from_files: bool,
     pub(super) ahead: Arc<Ahead>,
+    pub(super) reports: Arc<ReportsAhead>,
     pub(super) payload_size: Arc<PayloadSize>,
     pub(super) pack_contents: Arc<PackContents>,
 }
@@ -102,6 +109,7 @@ pub(super) struct Setting {
     pub(super) progress: Arc<Progress>,
     pub(super) from_files: bool,
     pub(super) ahead: Arc<Ahead>,
+    pub(super) reports: Arc<ReportsAhead>,
     pub(super) payload_size: Arc<PayloadSize>,
     pub(super) pack_contents: Arc<PackContents>,
     pub(super) destination: Option<Destination>,
@@ -132,14 +140,6 @@ impl From {
         }
     }
 
-    /// Opens the entry, which must be a file: an open would wait for the other end of a FIFO, and change the state of
-    /// some devices.
-    pub(super) fn open(&self) -> rustix::io::Result<(File, Stat)> {
-        let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOCTTY | OFlags::NONBLOCK;
-        let fd = if self.name.is_empty() {
-            rustix::fs::open(format!("/proc/self/fd/{}", self.root.as_raw_fd()), flags, Mode::empty())?
-        } else {
-            rustix::fs::openat(self.dir()?, &self.name, flags | OFlags::NOFOLLOW, Mode::empty())?
     /// The extended attributes of the entry with these attributes.
     ///
     /// # Errors
@@ -158,6 +158,14 @@ impl From {
         xattr::read(entry.as_fd(), c"")
     }
 
+    /// Opens the entry, which must be a file: an open would wait for the other end of a FIFO, and change the state of
+    /// some devices.
+    pub(super) fn open(&self) -> rustix::io::Result<(File, Stat)> {
+        let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOCTTY | OFlags::NONBLOCK;
+        let fd = if self.name.is_empty() {
+            rustix::fs::open(format!("/proc/self/fd/{}", self.root.as_raw_fd()), flags, Mode::empty())?
+        } else {
+            rustix::fs::openat(self.dir()?, &self.name, flags | OFlags::NOFOLLOW, Mode::empty())?
         };
         let stat = rustix::fs::fstat(&fd)?;
         Ok((File::from(fd), stat))
@@ -211,6 +219,7 @@ impl Walker {
             progress,
             from_files,
             ahead,
+            reports,
             payload_size,
             pack_contents,
             destination,
@@ -232,6 +241,7 @@ impl Walker {
             next_file: 1,
             open_files: Arc::default(),
             links: HashMap::new(),
+            links_bytes: 0,
             links_full: false,
             names: None,
             destination,
@@ -239,6 +249,7 @@ impl Walker {
             again: Vec::new(),
             from_files,
             ahead,
+            reports,
             payload_size,
             pack_contents,
         })
@@ -290,6 +301,7 @@ impl Walker {
     }
 
     pub(super) fn tell(&self, path: &[u8], kind: ReportKind, message: impl Into<String>) {
+        self.reports.enter(path.len());
         self.events.send(SessionEvent::Report(Report { path: path.to_vec(), kind, message: message.into() }));
     }
 
@@ -330,7 +342,7 @@ impl Walker {
             if !self.params.options.recursive {
                 return self.refuse_source(&shown, "is a directory (use -r to copy it)");
             }
-            return self.tree(&fd, root.name, &stat);
+            return self.tree(&fd, root.name);
         }
         if root.name.is_empty() {
             return self.refuse_source(&shown, "is not a directory, but its path ends in a slash");
@@ -340,12 +352,12 @@ impl Walker {
     }
 
     /// Sends a directory with all beneath it, which goes where `to` says.
-    fn tree(&mut self, root: &Arc<OwnedFd>, to: Vec<u8>, stat: &Stat) -> Walk {
-        let mut tree = walk::Walk::new(Arc::clone(root), *stat);
-        while let Some(Visit { below, stat, dir }) = tree.visit() {
+    fn tree(&mut self, root: &Arc<OwnedFd>, to: Vec<u8>) -> Walk {
+        let mut tree = walk::Walk::new(Arc::clone(root));
+        while let Some(Visit { below, dir }) = tree.visit() {
             self.check_cancel()?;
             match dir {
-                Ok(dir) => self.directory(&mut tree, &dir, (&to, &below), &stat)?,
+                Ok((dir, stat)) => self.directory(&mut tree, &dir, (&to, &below), &stat)?,
                 Err(e) => self.tell(&join(&to, &below), ReportKind::NotListed, unreadable(e)),
             }
         }
@@ -432,7 +444,11 @@ impl Walker {
                 Ok(stat) if self.is_destination(dir_id, name.to_bytes(), &stat) => {
                     self.refuse(&target, "is where this copy goes; it is not copied into itself");
                 }
-                Ok(stat) if FileType::from_raw_mode(stat.st_mode) == FileType::Directory => tree.descend(inner, stat),
+                Ok(stat) if FileType::from_raw_mode(stat.st_mode) == FileType::Directory => {
+                    if let Err(e) = tree.descend(&name) {
+                        self.tell(&target, ReportKind::NotListed, e.to_string());
+                    }
+                }
                 Ok(stat) => {
                     let from =
                         From { root: Arc::clone(tree.root()), dir: Some(Arc::clone(dir)), below: below.to_vec(), name };
@@ -514,6 +530,9 @@ impl Walker {
     /// one is. `None` if the entry is refused, because another source has sent a different one.
     fn name(&mut self, path: &[u8], what: Named) -> Option<bool> {
         let Some(names) = &mut self.names else { return Some(true) };
+        if names.len() >= NAMES_MAX && !names.contains_key(&hash_of(path)) {
+            return Some(true);
+        }
         match names.insert(hash_of(path), what) {
             None => Some(true),
             Some(Named::Directory) if what == Named::Directory => Some(false),
@@ -541,11 +560,11 @@ impl Walker {
                 let target = first.clone().unwrap_or_default();
                 return self.append(&Record::Link { path, target });
             }
-            if self.links.len() < LINKS_MAX {
+            if self.links.len() < LINKS_MAX && self.links_bytes + path.len() <= LINKS_BYTES_MAX {
+                self.links_bytes += path.len();
                 self.links.insert(key, Some(path.clone()));
             } else if !std::mem::replace(&mut self.links_full, true) {
-                let why =
-                    format!("more than {LINKS_MAX} entries have several names; from here on they become separate");
+                let why = "too many entries have several names to remember them; from here on they become separate";
                 self.tell(&path, ReportKind::Incomplete, why);
             }
         }
@@ -623,6 +642,8 @@ impl Walker {
     pub(super) fn tell_unread(&self, path: &[u8], meta: &mut Meta, error: &io::Error) {
         self.tell(path, ReportKind::Incomplete, unreadable(format_args!("extended attributes: {error}")));
         meta.xattrs_partial = true;
+        // With an access control list, these are the limit of what others get by it, and not rights of the group.
+        meta.mode &= !0o2070;
     }
 
     fn offer(&mut self, candidate: Candidate) -> Walk {
@@ -642,8 +663,6 @@ impl Walker {
             path: candidate.path.clone(),
             size: candidate.stat.st_size as u64,
             mtime: (candidate.stat.st_mtime, candidate.stat.st_mtime_nsec as u32),
-        // With an access control list, these are the limit of what others get by it, and not rights of the group.
-        meta.mode &= !0o2070;
             ctime: (candidate.stat.st_ctime, candidate.stat.st_ctime_nsec as u32),
             owner: candidate.stat.st_uid,
             group: candidate.stat.st_gid,

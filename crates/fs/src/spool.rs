@@ -1,0 +1,207 @@
+//! Bytes that are appended and read again, in memory or, if there are many, in a file without a name.
+
+use rustix::fs::{Mode, OFlags};
+use std::fs::File;
+use std::io::{self, Read};
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::FileExt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Bytes of one spool that are kept in memory.
+const IN_MEMORY: u64 = 1 << 20;
+/// Most bytes of one spool among the temporary files of this machine.
+const ELSEWHERE_MAX: u64 = 256 << 20;
+/// The same of all spools of this process.
+const ELSEWHERE_MAX_TOGETHER: u64 = 1 << 30;
+
+static ELSEWHERE: AtomicU64 = AtomicU64::new(0);
+
+/// Appended bytes.
+pub struct Spool {
+    bytes: Bytes,
+    len: u64,
+    /// Directory for the file. `None`: the directory for temporary files.
+    place: Option<Arc<OwnedFd>>,
+    /// Counted in [`ELSEWHERE`].
+    elsewhere: u64,
+}
+
+enum Bytes {
+    Memory(Vec<u8>),
+    File(File),
+}
+
+impl Spool {
+    /// An empty one. Its file will be in `place` if possible; otherwise, or for `None`, in the directory for temporary files.
+    pub fn new(place: Option<Arc<OwnedFd>>) -> Spool {
+        Spool { bytes: Bytes::Memory(Vec::new()), len: 0, place, elsewhere: 0 }
+    }
+
+    /// Bytes in it.
+    pub fn len(&self) -> u64 {
+        self.len
+    }
+
+    /// True if there is nothing in it.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// True if it is in a file.
+    pub fn is_file(&self) -> bool {
+        matches!(self.bytes, Bytes::File(_))
+    }
+
+    /// Appends bytes.
+    ///
+    /// # Errors
+    /// If they cannot be written, or are too many for the directory for temporary files.
+    pub fn append(&mut self, more: &[u8]) -> io::Result<()> {
+        let len = self.len + more.len() as u64;
+        let file = if !self.is_file() && len > IN_MEMORY { Some(self.file()?) } else { None };
+        if self.place.is_none() && (self.is_file() || file.is_some()) {
+            self.reserve(len)?;
+        }
+        if let (Some(file), Bytes::Memory(bytes)) = (file, &self.bytes) {
+            file.write_all_at(bytes, 0)?;
+            self.bytes = Bytes::File(file);
+        }
+        match &mut self.bytes {
+            Bytes::Memory(bytes) => bytes.extend_from_slice(more),
+            Bytes::File(file) => file.write_all_at(more, self.len)?,
+        }
+        self.len = len;
+        Ok(())
+    }
+
+    /// Removes what is behind the first `len` bytes.
+    pub fn truncate(&mut self, len: u64) {
+        self.len = self.len.min(len);
+        if let Bytes::Memory(bytes) = &mut self.bytes {
+            bytes.truncate(len as usize);
+        }
+    }
+
+    /// Reads from a position on.
+    pub fn reader(&self, at: u64) -> Reader<'_> {
+        Reader { spool: self, at }
+    }
+
+    /// Counts room for so many bytes among temporary files. A spool that becomes shorter keeps it.
+    fn reserve(&mut self, len: u64) -> io::Result<()> {
+        let Some(more) = len.checked_sub(self.elsewhere).filter(|more| *more > 0) else { return Ok(()) };
+        let more = more.max(IN_MEMORY);
+        let before = ELSEWHERE.fetch_add(more, Ordering::Relaxed);
+        self.elsewhere += more;
+        if self.elsewhere > ELSEWHERE_MAX + IN_MEMORY || before + more > ELSEWHERE_MAX_TOGETHER {
+            return Err(io::Error::other("the tree has too many entries for the directory for temporary files"));
+        }
+        Ok(())
+    }
+
+    /// A file without a name.
+    fn file(&mut self) -> io::Result<File> {
+        if let Some(place) = &self.place {
+            let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
+            if let Ok(fd) = rustix::fs::openat(place, c".", flags, Mode::from_raw_mode(0o600)) {
+                return Ok(File::from(fd));
+            }
+            // File systems that know no files without names have one that had one.
+            let mut digits = String::new();
+            for byte in thruway_engine::random::random::<16>() {
+                use std::fmt::Write;
+                let _ = write!(digits, "{byte:02x}");
+            }
+            let name = std::ffi::CString::new(format!(".spool.tw-{digits}"))?;
+            let flags = OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::RDWR | OFlags::CLOEXEC;
+            if let Ok(fd) = rustix::fs::openat(place, &name, flags, Mode::from_raw_mode(0o600)) {
+                rustix::fs::unlinkat(place, &name, rustix::fs::AtFlags::empty())?;
+                return Ok(File::from(fd));
+            }
+        }
+        self.place = None;
+        tempfile::tempfile()
+    }
+}
+
+impl Drop for Spool {
+    fn drop(&mut self) {
+        ELSEWHERE.fetch_sub(self.elsewhere, Ordering::Relaxed);
+    }
+}
+
+/// Reads a [`Spool`].
+pub struct Reader<'a> {
+    spool: &'a Spool,
+    at: u64,
+}
+
+impl Read for Reader<'_> {
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        let most = usize::try_from(self.spool.len.saturating_sub(self.at)).unwrap_or(usize::MAX).min(into.len());
+        let into = &mut into[..most];
+        let read = match &self.spool.bytes {
+            Bytes::Memory(bytes) => {
+                let from = (self.at as usize).min(bytes.len());
+                (&bytes[from..]).read(into)?
+            }
+            Bytes::File(file) => file.read_at(into, self.at)?,
+        };
+        self.at += read as u64;
+        Ok(read)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The limit on all spools is the process's.
+    static TURN: std::sync::Mutex<()> = std::sync::Mutex::new(());
+
+    #[test]
+    fn bytes_come_back_from_memory_and_from_files() {
+        let _turn = TURN.lock().unwrap();
+        let dir = tempfile::tempdir().unwrap();
+        let place: Arc<OwnedFd> = Arc::new(File::open(dir.path()).unwrap().into());
+        for place in [None, Some(place)] {
+            let mut spool = Spool::new(place);
+            let line = |number: u32| format!("{number:0100}").into_bytes();
+            for number in 0..20_000 {
+                spool.append(&line(number)).unwrap();
+            }
+            assert!(spool.is_file());
+            for number in [0, 1, 10_000, 19_999] {
+                let mut found = vec![0; 100];
+                spool.reader(u64::from(number) * 100).read_exact(&mut found).unwrap();
+                assert_eq!(found, line(number));
+            }
+            spool.truncate(1_000_000);
+            spool.append(b"end").unwrap();
+            let mut found = Vec::new();
+            spool.reader(999_950).read_to_end(&mut found).unwrap();
+            assert_eq!(found, [&line(9_999)[50..], b"end"].concat());
+        }
+        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn temporary_files_are_limited() {
+        let _turn = TURN.lock().unwrap();
+        let chunk = vec![0; 16 << 20];
+        let mut spools = Vec::new();
+        let all: u64 = std::iter::from_fn(|| {
+            let mut spool = Spool::new(None);
+            while spool.append(&chunk).is_ok() {}
+            let len = spool.len();
+            spools.push(spool);
+            (len > 0).then_some(len)
+        })
+        .inspect(|len| assert!(*len <= ELSEWHERE_MAX))
+        .sum();
+        assert!(all <= ELSEWHERE_MAX_TOGETHER && all > ELSEWHERE_MAX_TOGETHER / 2, "{all}");
+        spools.clear();
+        Spool::new(None).append(&chunk).unwrap();
+    }
+}
