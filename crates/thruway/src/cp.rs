@@ -188,6 +188,14 @@ pub(crate) fn hint(argument: &str) -> Option<&'static str> {
     }
 }
 
+/// True for short options given together of which one prints help or the version, as `-avh` for users of rsync: the command would do
+/// nothing and succeed.
+pub(crate) fn hides_help(argument: &str) -> bool {
+    let letters = argument.strip_prefix('-').filter(|letters| letters.len() > 1);
+    letters
+        .is_some_and(|letters| letters.bytes().all(|byte| byte.is_ascii_alphabetic()) && letters.contains(['h', 'V']))
+}
+
 /// Runs `thruway cp`.
 pub(crate) fn run(args: &CpArgs, common: &Common) -> Result<(), Failed> {
     let start = Instant::now();

@@ -19,8 +19,8 @@ mod run;
 mod serve;
 mod ssh;
 
-use clap::error::{ContextKind, ContextValue};
-use clap::{Parser, Subcommand};
+use clap::error::{ContextKind, ContextValue, ErrorKind};
+use clap::{CommandFactory, Parser, Subcommand};
 use std::process::ExitCode;
 use thruway_cli::{Common, say_error};
 
@@ -61,6 +61,15 @@ enum Command {
 /// Parses the command line; ends the program if it makes no sense.
 fn parse() -> Cli {
     Cli::try_parse().unwrap_or_else(|mut error| {
+        let is_information = matches!(error.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion);
+        let is_copy = std::env::args_os().nth(1).is_some_and(|command| command == "cp");
+        let arguments = std::env::args_os().skip(2).take_while(|argument| argument != "--");
+        let hidden = arguments.filter_map(|argument| argument.into_string().ok()).find(|one| cp::hides_help(one));
+        if let Some(argument) = hidden.filter(|_| is_information && is_copy) {
+            let why =
+                format!("'{argument}' contains an option that prints help or the version; numbers always have units\n");
+            Cli::command().error(ErrorKind::ArgumentConflict, why).exit();
+        }
         if let Some(ContextValue::String(argument)) = error.get(ContextKind::InvalidArg)
             && std::env::args_os().nth(1).is_some_and(|command| command == "cp")
             && let Some(hint) = cp::hint(argument)

@@ -786,6 +786,7 @@ fn mistakes_of_users_of_other_programs_are_explained() {
         ("-c", "every block"),
         ("-H", "'-p' keeps mode"),
         ("-aHAX", "'-p' keeps mode"),
+        ("-avh", "'-avh' contains an option that prints help"),
         ("-rt", "'-p' keeps mode"),
         ("-l", "always copied as links"),
     ] {
