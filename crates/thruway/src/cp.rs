@@ -799,11 +799,18 @@ fn push_locally(
     // The daemon's root is the nearest directory that is there: the user may follow any link.
     // Where the target is a directory by now, the daemon still has to see whether an earlier attempt made it.
     let (root, rest) = match (absolute.parent(), absolute.file_name()) {
-        (Some(parent), Some(name)) if parent.is_dir() => (parent.to_path_buf(), name.as_bytes().to_vec()),
+        (Some(parent), Some(name)) if parent.is_dir() && (is_readable(parent) || !absolute.is_dir()) => {
+            (parent.to_path_buf(), name.as_bytes().to_vec())
+        }
         _ => (absolute.clone(), Vec::new()),
     };
     let into = many || rest.is_empty();
     push_to(args, local, "target", rest, into, &root, pipelines, peer)
+}
+
+/// True if this user may open a directory. A directory such as `/home` may only let users pass: these have no journals in it.
+fn is_readable(dir: &Path) -> bool {
+    rustix::fs::open(dir, OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty()).is_ok()
 }
 
 #[allow(clippy::too_many_arguments)]

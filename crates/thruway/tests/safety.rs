@@ -1552,6 +1552,46 @@ fn a_device_or_pipe_at_the_destination_is_not_replaced() {
 }
 
 #[test]
+fn devices_below_the_destination_give_way_with_p() {
+    let lab = Lab::new();
+    let (source, target) = (lab.mkdir("source"), lab.mkdir("target"));
+    write(source.join("file"), "content");
+    write(source.join("dir/file"), "content");
+    symlink("file", source.join("link")).unwrap();
+    let daemon = lab.serve(&target);
+    for to in [os(&target), daemon.url("e/")] {
+        for name in ["file", "dir", "link"] {
+            let _ = fs::remove_dir_all(target.join(name)).or_else(|_| fs::remove_file(target.join(name)));
+            assert!(Command::new("mknod").arg(target.join(name)).args(["c", "1", "3"]).status().unwrap().success());
+        }
+        let out = try_cp(&lab, &args(&[&"-r", &slash(&source), &to]));
+        assert_eq!(out.status.code(), Some(1));
+        assert!(stderr(&out).contains("a device is in the way"), "{}", stderr(&out));
+        cp(&lab, &args(&[&"-an", &slash(&source), &to]));
+        cp(&lab, &args(&[&"-a", &slash(&source), &to]));
+        assert_same(&source, &target, Compare::Everything);
+    }
+}
+
+#[test]
+fn a_local_copy_needs_no_right_to_list_the_directory_above_its_destination() {
+    let lab = Lab::new();
+    write(lab.path("source/file"), "content");
+    let own = lab.mkdir("home/own");
+    let program = lab.program_for_all();
+    give_to_nobody(&lab);
+    std::os::unix::fs::chown(lab.path("home"), Some(0), Some(0)).unwrap();
+    mode(lab.path("home"), 0o711);
+    for (options, to) in [("-a", own.clone()), ("-r", own.join("new")), ("-an", own.clone())] {
+        let out =
+            as_nobody(&lab).arg(&program).args(["cp", options]).arg(lab.path("source")).arg(&to).output().unwrap();
+        assert!(out.status.success(), "{options} {to:?}: {}", stderr(&out));
+    }
+    assert_eq!(fs::read(own.join("source/file")).unwrap(), b"content");
+    assert_eq!(fs::read(own.join("new/file")).unwrap(), b"content");
+}
+
+#[test]
 fn a_link_to_a_device_pipe_or_socket_is_refused_as_the_destination() {
     let lab = Lab::new();
     let (target, source) = (lab.mkdir("target"), lab.mkdir("source"));
