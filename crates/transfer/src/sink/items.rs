@@ -153,7 +153,7 @@ impl Files {
                         Record::Link { target, .. } => self.itemized().specials.contains(&key_of(target)),
                         _ => matches!(record, Record::Special { .. }),
                     };
-                    self.tree.check_special(FileType::from_raw_mode(there.st_mode), is_special)
+                    self.tree.check_special(&place, FileType::from_raw_mode(there.st_mode), is_special)
                 }
                 Err(_) => Ok(()),
             }

@@ -155,14 +155,19 @@ impl Tree {
         Err(io::Error::new(io::ErrorKind::AlreadyExists, why))
     }
 
-    /// Refuses to replace a device, pipe or socket by an entry of another type. `special` entries may replace any.
+    /// Refuses to replace a device, pipe or socket by an entry of another type. `special` entries may replace any, and so may entries below
+    /// the destination with `-p`.
     ///
     /// # Errors
     /// [`io::ErrorKind::AlreadyExists`] with the reason.
-    pub(crate) fn check_special(&self, there: FileType, special: bool) -> io::Result<()> {
+    pub(crate) fn check_special(&self, place: &Place, there: FileType, special: bool) -> io::Result<()> {
+        let is_named = || self.manner.named.contains(place.name.as_bytes()) && Arc::ptr_eq(&place.dir, &self.root);
         let why = match there {
-            FileType::BlockDevice | FileType::CharacterDevice if !special => {
+            FileType::BlockDevice | FileType::CharacterDevice if !special && is_named() => {
                 "destination is a device; thruway does not write into devices"
+            }
+            FileType::BlockDevice | FileType::CharacterDevice if !special && !self.manner.preserve => {
+                "a device is in the way; remove it first (-p replaces it)"
             }
             FileType::Fifo | FileType::Socket if !special && !self.manner.preserve => {
                 "a named pipe or socket is in the way; remove it first (-p replaces it)"
@@ -193,7 +198,7 @@ impl Tree {
                 Err(e) => Err(e.into()),
             },
             kind => {
-                self.check_special(kind, special)?;
+                self.check_special(place, kind, special)?;
                 if kind == FileType::Symlink {
                     self.check_link(place)?;
                 }
@@ -477,7 +482,7 @@ impl Tree {
         }
         self.may_replace()?;
         self.is_of_this_copy(place)?;
-        self.check_special(kind, special)?;
+        self.check_special(place, kind, special)?;
         Tree::check_disk(place)?;
         let temp = temp_name(&place.name, &[0x5a; 16], &crate::sink::journal::key_of(path));
         let _ = rustix::fs::unlinkat(&place.dir, &temp, AtFlags::empty());
@@ -580,7 +585,7 @@ impl Tree {
             FileType::RegularFile => {}
             FileType::Symlink => self.check_link(place)?,
             FileType::Directory => self.clear_way(place, stat, false, true)?,
-            other => self.check_special(other, false)?,
+            other => self.check_special(place, other, false)?,
         }
         Ok(false)
     }
