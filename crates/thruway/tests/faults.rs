@@ -393,6 +393,24 @@ fn a_local_copy_to_a_full_disk_reports_it_once() {
 }
 
 #[test]
+fn a_copy_that_needs_no_room_succeeds_on_a_full_disk() {
+    let lab = Lab::new();
+    let (source, full) = (lab.mkdir("source"), lab.mkdir("full"));
+    fs::write(source.join("kept"), "kept").unwrap();
+    let script = format!(
+        "mount -t tmpfs -o size=1m none '{0}' && cp -a '{1}/.' '{0}' && echo gone >'{0}/gone' && ! cat /dev/zero >'{0}/fill' 2>&1 && \
+         touch '{1}/fill' && {THRUWAY} cp -ru --delete --exclude fill '{1}/' '{0}' && test ! -e '{0}/gone' && ls -A '{0}'",
+        full.display(),
+        source.display(),
+    );
+    let mut command = Command::new("unshare");
+    command.args(["--map-root-user", "--mount", "sh", "-c", &script]).env("XDG_CONFIG_HOME", lab.dir.path());
+    let out = command.env_remove("THRUWAY_LOG").output().unwrap();
+    let said = String::from_utf8_lossy(&out.stdout);
+    assert!(out.status.success() && said.ends_with("fill\nkept\n"), "{said} {}", stderr(&out));
+}
+
+#[test]
 fn a_full_disk_is_told_and_the_copy_goes_on_when_there_is_room() {
     let lab = Lab::new();
     let (big, served) = (big_file(&lab, 48 * MIB), lab.mkdir("served"));

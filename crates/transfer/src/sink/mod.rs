@@ -452,7 +452,10 @@ fn open_journal(root: &Arc<OwnedFd>, job: &[u8; 16]) -> Result<Option<(Journal, 
                 return Err(SessionError::Busy("another process is already running this job".into()));
             }
             // Somebody else may have put another entry under its name.
-            Err(e) if matches!(e.kind(), ErrorKind::PermissionDenied | ErrorKind::ReadOnlyFilesystem) => {
+            Err(e)
+                if matches!(e.kind(), ErrorKind::PermissionDenied | ErrorKind::ReadOnlyFilesystem)
+                    || is_full_without_journal(&e, root, job) =>
+            {
                 let name = journal::name_of(job);
                 tracing::warn!(?name, error = %e, "cannot create the journal: this copy will not be resumable");
                 return Ok(None);
@@ -463,6 +466,12 @@ fn open_journal(root: &Arc<OwnedFd>, job: &[u8; 16]) -> Result<Option<(Journal, 
             }
         }
     }
+}
+
+/// True if a disk without room has no journal of an earlier attempt either: perhaps the copy has nothing to write, or makes room by `--delete`.
+fn is_full_without_journal(e: &std::io::Error, root: &Arc<OwnedFd>, job: &[u8; 16]) -> bool {
+    matches!(e.kind(), ErrorKind::StorageFull | ErrorKind::QuotaExceeded)
+        && matches!(Journal::look(root, job), Interruption::None)
 }
 
 struct Sink<'a> {
