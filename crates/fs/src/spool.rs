@@ -1,4 +1,4 @@
-//! Bytes that are appended and read again, in memory or, if there are many, in a file without a name.
+//! A buffer for appended bytes. A large one is in an unnamed file.
 
 use rustix::fs::{Mode, OFlags};
 use std::fs::File;
@@ -8,11 +8,11 @@ use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Bytes of one spool that are kept in memory.
+/// Largest spool in memory, in bytes.
 const IN_MEMORY: u64 = 1 << 20;
-/// Most bytes of one spool among the temporary files of this machine.
+/// Largest spool in the directory for temporary files, in bytes.
 const ELSEWHERE_MAX: u64 = 256 << 20;
-/// The same of all spools of this process.
+/// Total limit for the spools of this process there.
 const ELSEWHERE_MAX_TOGETHER: u64 = 1 << 30;
 
 static ELSEWHERE: AtomicU64 = AtomicU64::new(0);
@@ -33,22 +33,22 @@ enum Bytes {
 }
 
 impl Spool {
-    /// An empty one. Its file will be in `place` if possible; otherwise, or for `None`, in the directory for temporary files.
+    /// Creates an empty spool. Its file is created in `place` if possible, and otherwise in the directory for temporary files.
     pub fn new(place: Option<Arc<OwnedFd>>) -> Spool {
         Spool { bytes: Bytes::Memory(Vec::new()), len: 0, place, elsewhere: 0 }
     }
 
-    /// Bytes in it.
+    /// Its length in bytes.
     pub fn len(&self) -> u64 {
         self.len
     }
 
-    /// True if there is nothing in it.
+    /// True if it is empty.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// True if it is in a file.
+    /// True if it uses a file.
     pub fn is_file(&self) -> bool {
         matches!(self.bytes, Bytes::File(_))
     }
@@ -56,7 +56,7 @@ impl Spool {
     /// Appends bytes.
     ///
     /// # Errors
-    /// If they cannot be written, or are too many for the directory for temporary files.
+    /// If writing fails, or a limit on temporary files is reached.
     pub fn append(&mut self, more: &[u8]) -> io::Result<()> {
         let len = self.len + more.len() as u64;
         let file = if !self.is_file() && len > IN_MEMORY { Some(self.file()?) } else { None };
@@ -75,7 +75,7 @@ impl Spool {
         Ok(())
     }
 
-    /// Removes what is behind the first `len` bytes.
+    /// Shortens it to `len` bytes.
     pub fn truncate(&mut self, len: u64) {
         self.len = self.len.min(len);
         if let Bytes::Memory(bytes) = &mut self.bytes {
@@ -83,12 +83,12 @@ impl Spool {
         }
     }
 
-    /// Reads from a position on.
+    /// Returns a reader that begins at a position.
     pub fn reader(&self, at: u64) -> Reader<'_> {
         Reader { spool: self, at }
     }
 
-    /// Counts room for so many bytes among temporary files. A spool that becomes shorter keeps it.
+    /// Reserves space for `len` bytes in the directory for temporary files. The reservation remains when the spool is shortened.
     fn reserve(&mut self, len: u64) -> io::Result<()> {
         let Some(more) = len.checked_sub(self.elsewhere).filter(|more| *more > 0) else { return Ok(()) };
         let more = more.max(IN_MEMORY);
@@ -100,14 +100,14 @@ impl Spool {
         Ok(())
     }
 
-    /// A file without a name.
+    /// Creates an unnamed file.
     fn file(&mut self) -> io::Result<File> {
         if let Some(place) = &self.place {
             let flags = OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC;
             if let Ok(fd) = rustix::fs::openat(place, c".", flags, Mode::from_raw_mode(0o600)) {
                 return Ok(File::from(fd));
             }
-            // File systems that know no files without names have one that had one.
+            // Not all file systems have `O_TMPFILE`.
             let mut digits = String::new();
             for byte in thruway_engine::random::random::<16>() {
                 use std::fmt::Write;
@@ -157,7 +157,7 @@ impl Read for Reader<'_> {
 mod tests {
     use super::*;
 
-    /// The limit on all spools is the process's.
+    /// The total limit applies to all tests of this process.
     static TURN: std::sync::Mutex<()> = std::sync::Mutex::new(());
 
     #[test]

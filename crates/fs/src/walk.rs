@@ -1,7 +1,7 @@
 //! Walks a tree, directory by directory.
 //!
-//! One directory is open at a time, whatever the depth; each is opened by its path below the root, through no symbolic link. What is
-//! kept of the tree are the names of directories still to come, of which more than a MiB are in a temporary file.
+//! One directory is open at a time, whatever the depth; each is opened by its path below the root, through no symbolic link. The
+//! walk stores the names of directories that it has not visited, in a temporary file if they exceed 1 MiB.
 
 use crate::beneath::{self, Links};
 use crate::spool::Spool;
@@ -19,16 +19,16 @@ pub struct Walk {
     path: Vec<u8>,
     /// That directory, and those above it.
     levels: Vec<Level>,
-    /// Names of directories still to come, and some that were visited. Those of one parent come together, behind those of the
-    /// directories above it.
+    /// Names of directories that are not visited yet, and of some visited ones. Names of one parent are adjacent, and follow those of
+    /// the directories above it.
     names: Spool,
     has_begun: bool,
 }
 
-/// A directory of which others are still to be visited.
+/// A directory whose subdirectories are being visited.
 struct Level {
     path_len: usize,
-    /// Where its names begin in [`Walk::names`], the next one to be visited is, and the names end.
+    /// Positions in [`Walk::names`]: its first name, the next name to visit, and the end of its names.
     first: u64,
     next: u64,
     end: u64,
@@ -56,7 +56,7 @@ impl Walk {
     /// Adds a directory that the one visited last holds.
     ///
     /// # Errors
-    /// If there are too many names for the directory for temporary files, or they cannot be written there.
+    /// As [`Spool::append`].
     pub fn descend(&mut self, name: &CStr) -> io::Result<()> {
         self.names.append(name.to_bytes_with_nul())?;
         if let Some(level) = self.levels.last_mut() {
@@ -101,7 +101,7 @@ impl Walk {
         self.levels.push(Level { path_len: self.path.len(), first: end, next: end, end });
         let flags = OFlags::RDONLY | OFlags::DIRECTORY;
         let dir = beneath::open(&self.root, &self.path, flags, Links::Never).and_then(|dir| {
-            // Another one can have got its name since it was listed.
+            // The name can belong to another directory since the listing.
             let stat = rustix::fs::fstat(&dir)?;
             Ok((Arc::new(dir), stat))
         });

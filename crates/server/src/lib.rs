@@ -7,7 +7,7 @@
 //! - [`turns`]: they take turns for whatever of which little may be in progress at a time.
 //! - [`caller`]: the host that a task works for.
 //! - [`connection_limit`]: unauthenticated connections are evicted when others need their places.
-//! - [`quota`]: how much of a resource one owner may hold.
+//! - [`quota`]: shares of a resource.
 //! - [`stream`], [`reader`], [`writer`]: connections, plain or TLS, split into two halves. What is sent is a
 //!   [`message`]: headers, and bodies gathered from memory of several kinds or straight from the page cache.
 //! - [`send_queue`]: the unsent messages of one connection, bounded.

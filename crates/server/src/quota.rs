@@ -1,4 +1,4 @@
-//! Quotas: how much of a resource of this process one owner may hold.
+//! Quotas for a resource of this process, so that no owner takes all of it.
 
 use crate::connection_limit::is_fair;
 use std::collections::HashMap;
@@ -6,11 +6,11 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Duration;
 use thruway_engine::Owner;
 
-/// A resource of which owners hold units. One owner may hold eight times as many as are free ([`is_fair`]).
+/// A resource with a fixed number of units. One owner may hold eight times the number of free units ([`is_fair`]).
 pub struct Quota {
     max: usize,
     state: Mutex<State>,
-    /// Told when a unit is released.
+    /// Notified when a unit is released.
     released: Condvar,
 }
 
@@ -21,7 +21,7 @@ struct State {
 }
 
 impl Quota {
-    /// A resource of so many units.
+    /// Creates a resource with `max` units.
     pub fn new(max: usize) -> Arc<Quota> {
         Arc::new(Quota { max, state: Mutex::default(), released: Condvar::new() })
     }
@@ -30,7 +30,7 @@ impl Quota {
         self.state.lock().expect("no panics under the lock")
     }
 
-    /// Takes a unit. Waits for one for at most `patience`; `None` after that.
+    /// Takes a unit. Waits for at most `patience`, then returns `None`.
     pub fn take(self: &Arc<Quota>, owner: Owner, patience: Duration) -> Option<Unit> {
         let is_left = |state: &mut State| {
             let theirs = state.of.get(&owner).copied().unwrap_or(0);

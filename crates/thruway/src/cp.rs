@@ -188,8 +188,8 @@ pub(crate) fn hint(argument: &str) -> Option<&'static str> {
     }
 }
 
-/// True for short options given together of which one prints help or the version, as `-avh` for users of rsync: the command would do
-/// nothing and succeed.
+/// True for combined short options with `-h` or `-V`, such as `-avh` of rsync's users. The command would print help, copy nothing and
+/// succeed.
 pub(crate) fn hides_help(argument: &str) -> bool {
     let letters = argument.strip_prefix('-').filter(|letters| letters.len() > 1);
     letters
@@ -808,7 +808,7 @@ fn push_locally(
     push_to(args, local, "target", rest, into, &root, pipelines, peer)
 }
 
-/// True if this user may open a directory. A directory such as `/home` may only let users pass: these have no journals in it.
+/// True if this user can list a directory. If not, as for many users of `/home`, no journal of this user is in it.
 fn is_readable(dir: &Path) -> bool {
     rustix::fs::open(dir, OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty()).is_ok()
 }

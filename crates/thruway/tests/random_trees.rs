@@ -56,10 +56,10 @@ const CALLS: [&str; 20] = [
     "flock",
 ];
 
-/// System calls at which processes stop for an intruder: those that look at a name, or change one.
+/// System calls before which processes stop for an intruder. They open, inspect or change a name.
 const STOPPING_CALLS: &str = "openat,openat2,statx,newfstatat,renameat,renameat2,linkat,unlinkat,mkdirat,fchmod,fchmodat,fchown,fchownat,\
                               utimensat,symlinkat,mknodat,fsetxattr,getdents64";
-/// Stops of a process at which an intruder acts.
+/// Largest number of stops at which an intruder acts.
 const STOPS_MAX: usize = 60;
 
 /// Direction of a copy.
@@ -79,7 +79,7 @@ struct Fault {
     call: &'static str,
     /// The rest of an `inject` expression of strace.
     what: String,
-    /// Where strace writes what it does.
+    /// File for the log of strace.
     log: String,
 }
 
@@ -718,7 +718,7 @@ fn copy_beside_an_intruder(way: Way, seed: u64) {
         assert!(Command::new("chown").args(["-R", "-h", "65534:65534"]).arg(&case.exports).status().unwrap().success());
     }
     let (source, mut old) = (case.sources(), tree(&case.target));
-    // Those that the attempts have made get their modes now.
+    // Directories of earlier attempts get their final modes now.
     old.retain(|path, entry| {
         entry.kind != FileType::Directory
             || !source.contains_key(path)

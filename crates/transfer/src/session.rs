@@ -175,7 +175,7 @@ pub struct SessionParams {
     pub cancel: Option<Cancel>,
     /// This process has sessions of others, too.
     pub has_others: bool,
-    /// Large files that all sessions of this process may have open, and the owner of this session.
+    /// Quota of large files of all sessions, and the owner of this session.
     pub open_files: Option<(Arc<Quota>, Owner)>,
 }
 
@@ -263,10 +263,10 @@ fn shut(stream: &Weak<TcpStream>) {
 }
 
 impl SessionParams {
-    /// The share of one large file in the files that this process may have open; `None` without a limit. Waits for at most `patience`.
+    /// Takes a large file from the quota; `None` without a quota. Waits for at most `patience`.
     ///
     /// # Errors
-    /// If the owner of the session has all that it may have.
+    /// `EMFILE` if the owner of the session has reached its quota.
     pub(crate) fn open_file(&self, patience: Duration) -> io::Result<Option<Unit>> {
         let Some((quota, owner)) = &self.open_files else { return Ok(None) };
         let share = quota.take(*owner, patience);

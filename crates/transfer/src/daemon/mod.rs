@@ -67,7 +67,7 @@ const HANDSHAKES_OF_ONE_MAX: usize = 32;
 const HANDSHAKES_WAITING_MAX: usize = 4096;
 /// Descriptors that such a peer costs, with some to spare.
 const HANDSHAKE_DESCRIPTORS: usize = 16;
-/// One in so many of the files that the process may have open can be a large file of a session. With direct I/O, it is open twice.
+/// Divisor: a quarter of the limit on open files is for large files of sessions. Direct I/O opens a file twice.
 const OPEN_FILES: u64 = 4;
 /// Most connections that have not sent their first message over RDMA. Fewer where descriptors are few.
 const PENDING_MAX: usize = 1024;
@@ -152,7 +152,7 @@ struct Shared {
     next_running: AtomicU64,
     next_session: AtomicU32,
     active: AtomicUsize,
-    /// Large files that are being received.
+    /// Large files that sessions have open.
     open_files: Arc<Quota>,
     stop: AtomicBool,
     listener: Device,

@@ -30,7 +30,7 @@ const CONTROL_RESERVE: usize = 8;
 /// A message that only returns receives is due when this many have been used.
 const RETURN_AT: usize = (CONTROL_RECEIVES - CONTROL_RESERVE) / 2;
 const SLOT_LEN: usize = 8192;
-/// Most messages that wait for room at the peer; those that an honest peer causes are fewer.
+/// Largest number of queued messages. An honest peer causes fewer.
 const OUTBOX_MAX: usize = 512;
 const NOTICE_LEN: usize = 32;
 
@@ -48,7 +48,7 @@ pub(crate) struct RdmaLink {
     control: QueuePair,
     slots: MessageSlots,
     outbox: VecDeque<Control>,
-    /// When the peer last had room for one of those, or the first of them came.
+    /// Time at which the peer last accepted one of them, or the first one was queued.
     taken: Instant,
     /// Credits of the peer for any channel are revoked with their notification.
     peer_revocable: bool,

@@ -104,7 +104,7 @@ pub(super) struct LargeFile {
     identity: Identity,
     before: Before,
     failure: FirstFailure,
-    /// Its share of the files that the process may have open.
+    /// Unit of the quota of open files.
     _share: Option<Unit>,
     /// A piece, by its sequence number, that was not what the source had digested: the file changed there, or
     /// the network is at fault.

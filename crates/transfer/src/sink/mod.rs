@@ -468,7 +468,7 @@ fn open_journal(root: &Arc<OwnedFd>, job: &[u8; 16]) -> Result<Option<(Journal, 
     }
 }
 
-/// True if a disk without room has no journal of an earlier attempt either: perhaps the copy has nothing to write, or makes room by `--delete`.
+/// True if the disk is full and has no journal of an earlier attempt. The copy may write nothing, or free space by `--delete`.
 fn is_full_without_journal(e: &std::io::Error, root: &Arc<OwnedFd>, job: &[u8; 16]) -> bool {
     matches!(e.kind(), ErrorKind::StorageFull | ErrorKind::QuotaExceeded)
         && matches!(Journal::look(root, job), Interruption::None)
@@ -487,7 +487,7 @@ struct Sink<'a> {
     counters: &'a Arc<Counters>,
     /// Answers offers, once there are any.
     judge: Option<Judge>,
-    /// The source was told to offer files first.
+    /// The source must offer files before it sends them.
     wants_offers: bool,
     /// The pool will send mail when the window has room.
     waiting_for_block: bool,

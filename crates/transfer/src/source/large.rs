@@ -34,7 +34,7 @@ pub(crate) struct LargeFile {
     pub(super) pipeline: Arc<Pipeline>,
     pub(super) events: EventSender<SessionEvent>,
     pub(super) open_files: Arc<OpenFiles>,
-    /// Its share of the files that the process may have open.
+    /// Unit of the quota of open files.
     pub(super) _share: Option<Unit>,
 }
 

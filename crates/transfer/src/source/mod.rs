@@ -32,7 +32,7 @@ use thruway_engine::rate_limit::RateLimit;
 
 /// Longest wait for the sink to end a successful session.
 const END_TIMEOUT: Duration = Duration::from_secs(10);
-/// Messages are sent while fewer than this wait for the peer to take them.
+/// Number of queued messages from which on this end sends no more.
 const MESSAGES_AHEAD: usize = 64;
 /// Longest wait at once for the rate limit.
 const RATE_PAUSE_MAX: Duration = Duration::from_secs(1);
@@ -304,7 +304,7 @@ impl Ahead {
     }
 }
 
-/// The walker's reports that wait to be sent. The walker waits while there are too many.
+/// Limits the reports of the walker that are not sent yet. The walker waits at the limit.
 #[derive(Default)]
 pub(crate) struct ReportsAhead {
     state: Mutex<ReportsState>,
@@ -313,7 +313,7 @@ pub(crate) struct ReportsAhead {
 
 #[derive(Default)]
 struct ReportsState {
-    /// Closed: there is no need to wait.
+    /// The session has ended, so nobody waits.
     closed: bool,
     count: usize,
     path_bytes: usize,
@@ -334,7 +334,7 @@ impl ReportsAhead {
         state.path_bytes += path_len;
     }
 
-    /// A report has been sent. Those of files that failed after the walker had passed them were not counted.
+    /// A report has been sent. Reports of the reading stages are not counted.
     fn leave(&self, path_len: usize) {
         let mut state = self.state.lock().expect("no panics under the lock");
         state.count = state.count.saturating_sub(1);
@@ -342,7 +342,7 @@ impl ReportsAhead {
         self.changed.notify_one();
     }
 
-    /// The session is over: the walker need not wait.
+    /// Ends the wait of the walker.
     fn close(&self) {
         self.state.lock().expect("no panics under the lock").closed = true;
         self.changed.notify_all();

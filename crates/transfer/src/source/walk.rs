@@ -33,11 +33,11 @@ use thruway_fs::xattr;
 
 /// Files up to this size, or a quarter of a block, travel packed.
 const PACK_MAX: u64 = 256 << 10;
-/// Entries with several names that are remembered, and bytes of their paths; later ones travel as entries of their own.
+/// Largest number of remembered hard-linked entries, and of bytes of their paths. Further ones are sent as separate entries.
 const LINKS_MAX: usize = 1 << 18;
 const LINKS_BYTES_MAX: usize = 64 << 20;
-/// Paths that are remembered of several sources. The sink compares the entries of further ones, but directories get the attributes of the
-/// last source.
+/// Largest number of remembered paths of several sources. For further paths, the sink detects duplicates, and a directory gets the
+/// attributes of the last source.
 const NAMES_MAX: usize = 1 << 21;
 /// Bytes of names in one part of a list of names to keep, at most.
 const KEEP_BYTES: usize = 32 << 10;
@@ -140,10 +140,10 @@ impl From {
         }
     }
 
-    /// The extended attributes of the entry with these attributes.
+    /// Extended attributes of the entry that has been inspected as `stat`.
     ///
     /// # Errors
-    /// Also if another entry has its name now: its access control list would give rights to the content of this one.
+    /// Also if the name belongs to another entry now. Its access control list would apply to the content of this one.
     fn xattrs(&self, stat: &Stat) -> io::Result<xattr::Attributes> {
         let dir = self.dir()?;
         if self.name.is_empty() {
@@ -526,8 +526,8 @@ impl Walker {
         })
     }
 
-    /// Notes the path of an entry. True if no source before has sent one of this path, false if one has sent a directory, as this
-    /// one is. `None` if the entry is refused, because another source has sent a different one.
+    /// Remembers the path of an entry. True for the first entry of the path, false for a directory that an earlier source has sent, too.
+    /// `None` if the entry is refused because an earlier source has sent another one.
     fn name(&mut self, path: &[u8], what: Named) -> Option<bool> {
         let Some(names) = &mut self.names else { return Some(true) };
         if names.len() >= NAMES_MAX && !names.contains_key(&hash_of(path)) {
@@ -642,7 +642,7 @@ impl Walker {
     pub(super) fn tell_unread(&self, path: &[u8], meta: &mut Meta, error: &io::Error) {
         self.tell(path, ReportKind::Incomplete, unreadable(format_args!("extended attributes: {error}")));
         meta.xattrs_partial = true;
-        // With an access control list, these are the limit of what others get by it, and not rights of the group.
+        // In an access control list, the group bits are the mask and not rights of the group.
         meta.mode &= !0o2070;
     }
 
