@@ -47,7 +47,7 @@ impl Served {
             data_key: None,
             rate_limit: None,
             revocable: true,
-            options: TreeOptions { recursive: true, ..TreeOptions::default() },
+            options: TreeOptions { recursive: true, update: true, ..TreeOptions::default() },
         }
     }
 

@@ -112,8 +112,12 @@ impl Liar {
     }
 
     fn begin(&mut self, file: u64, size: u64) {
+        self.begin_at(b"report", file, size);
+    }
+
+    fn begin_at(&mut self, path: &[u8], file: u64, size: u64) {
         let meta = Meta { mode: 0o644, size, ..Meta::default() };
-        let begin = Record::Begin { file, path: b"report".to_vec(), meta, resume: false };
+        let begin = Record::Begin { file, path: path.to_vec(), meta, resume: false };
         self.pack(&[(begin, b"")]).unwrap();
     }
 
@@ -238,4 +242,41 @@ fn one_key_does_not_take_all_sessions() {
     assert!(format!("{refusal:?}").contains("too many sessions"), "{refusal:?}");
     assert!(taken.len() >= 15, "{} sessions", taken.len());
     assert!(matches!(lab.ask(&other).2, Ok(Control::SessionReply(_))));
+}
+
+/// One key that begins as many files as it can leaves descriptors to others.
+#[test]
+fn one_key_does_not_take_all_open_files() {
+    let (greedy, other) = (KeyPair::generate(), KeyPair::generate());
+    let lab = Served::with(|config| {
+        config.authorized = keys(&format!("create {}\nrw {}", greedy.public(), other.public()));
+        config.large_files = Some(18);
+    });
+    let mut liars = [lab.session(&greedy), lab.session(&greedy)];
+    for number in 1..=8 {
+        for (index, liar) in liars.iter_mut().enumerate() {
+            liar.begin_at(format!("greedy{index}{number}").as_bytes(), number, 10);
+        }
+    }
+    until("they do not begin", || lab.files(".greedy").len() == 16);
+    liars[0].begin_at(b"more", 9, 10);
+    let mut honest = lab.session(&other);
+    honest.begin_at(b"other", 1, 10);
+    until("the other does not begin", || lab.files(".other").len() == 1);
+    assert!(liars[0].ended().contains("Too many open files"));
+    // All of its files are released at its end.
+    until("the session does not end", || lab.stopper.sessions() == 2);
+    let [_, second] = &mut liars;
+    second.begin_at(b"again", 9, 10);
+    until("it does not begin", || lab.files(".again").len() == 1);
+}
+
+/// Each offer causes an answer, which the daemon would keep for a source that does not take it.
+#[test]
+fn offers_that_nobody_asked_for_end_the_session() {
+    let key = KeyPair::generate();
+    let lab = Served::new(&format!("create {}", key.public()), 10);
+    let mut liar = lab.session(&key);
+    liar.link.send(&Control::Offer { batch: 0, entries: Vec::new() }).unwrap();
+    assert!(liar.ended().contains("unexpected offer"));
 }

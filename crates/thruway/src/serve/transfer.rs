@@ -212,6 +212,7 @@ fn start(args: &ServeArgs, credentials: Credentials) -> Result<Daemon, String> {
         require_encryption: args.require_encryption,
         require_verification: args.require_verification,
         max_sessions: args.max_sessions as usize,
+        large_files: None,
         block_len_max: 16 << 20,
         blocks: args.depth as usize,
         once: args.once,

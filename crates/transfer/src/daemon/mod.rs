@@ -94,6 +94,8 @@ pub struct Config {
     pub require_verification: bool,
     /// Sessions at a time; more are refused.
     pub max_sessions: usize,
+    /// Large files that all sessions may have open. `None`: a quarter of the limit on open files.
+    pub large_files: Option<usize>,
     /// Largest block that is accepted.
     pub block_len_max: u32,
     /// Blocks of one session.
@@ -117,6 +119,7 @@ impl Config {
             require_encryption: false,
             require_verification: false,
             max_sessions: 2048,
+            large_files: None,
             block_len_max: 16 << 20,
             blocks: 64,
             once: false,
@@ -262,6 +265,7 @@ impl Daemon {
             authorized,
             greetings: Greetings::new(shares.greetings, GREETING_GRACE),
             handshakes: Admission::new(shares.handshakes, waker(&device)),
+            open_files: Quota::new(config.large_files.unwrap_or_else(|| limits::share_of_open_files(OPEN_FILES))),
             config,
             pipelines,
             exports,
@@ -270,7 +274,6 @@ impl Daemon {
             next_running: AtomicU64::new(0),
             next_session: AtomicU32::new(1),
             active: AtomicUsize::new(0),
-            open_files: Quota::new(limits::share_of_open_files(OPEN_FILES)),
             stop: AtomicBool::new(false),
             listener: device.clone(),
         });

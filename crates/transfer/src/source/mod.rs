@@ -488,3 +488,26 @@ impl Source<'_> {
         Progress::add(&self.progress.bytes, content);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_walker_waits_while_its_reports_are_not_sent() {
+        let reports = ReportsAhead::default();
+        let long = ReportsAhead::PATH_BYTES_MAX / 2;
+        reports.enter(long);
+        reports.enter(long);
+        std::thread::scope(|scope| {
+            let waiting = scope.spawn(|| reports.enter(1));
+            reports.leave(long);
+            waiting.join().unwrap();
+            reports.enter(long);
+            let closed = scope.spawn(|| reports.enter(1));
+            reports.close();
+            closed.join().unwrap();
+        });
+        assert_eq!(reports.state.lock().unwrap().count, 4);
+    }
+}
