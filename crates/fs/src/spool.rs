@@ -92,11 +92,16 @@ impl Spool {
     fn reserve(&mut self, len: u64) -> io::Result<()> {
         let Some(more) = len.checked_sub(self.elsewhere).filter(|more| *more > 0) else { return Ok(()) };
         let more = more.max(IN_MEMORY);
-        let before = ELSEWHERE.fetch_add(more, Ordering::Relaxed);
-        self.elsewhere += more;
-        if self.elsewhere > ELSEWHERE_MAX + IN_MEMORY || before + more > ELSEWHERE_MAX_TOGETHER {
+        let after = self.elsewhere + more;
+        // One spool leaves at least as much to others as it has.
+        let is_left = |used: u64| after <= ELSEWHERE_MAX && used + more + after <= ELSEWHERE_MAX_TOGETHER;
+        let reserved = ELSEWHERE
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |used| is_left(used).then_some(used + more))
+            .is_ok();
+        if !reserved {
             return Err(io::Error::other("the tree has too many entries for the directory for temporary files"));
         }
+        self.elsewhere = after;
         Ok(())
     }
 
@@ -195,6 +200,8 @@ mod tests {
             let mut spool = Spool::new(None);
             while spool.append(&chunk).is_ok() {}
             let len = spool.len();
+            // A refused append reserves nothing.
+            assert!((0..3).all(|_| spool.append(&chunk).is_err()));
             spools.push(spool);
             (len > 0).then_some(len)
         })
