@@ -90,7 +90,7 @@ impl Walker {
         | Record::Attributes { path, meta } = record
         {
             meta.xattrs.clear();
-            meta.xattrs_partial = true;
+            meta.set_partial();
             let why = format!(
                 "its extended attributes take {} bytes, more than a block has room for, and are not kept; \
                  a larger --block-size helps",

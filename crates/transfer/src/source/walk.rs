@@ -632,8 +632,10 @@ impl Walker {
     pub(super) fn add_xattrs(&self, path: &[u8], meta: &mut Meta, mut xattrs: xattr::Attributes) {
         if xattrs.len() > XATTRS_MAX {
             self.tell(path, ReportKind::Incomplete, format!("more than {XATTRS_MAX} extended attributes"));
+            // Not a part of an access control list.
+            xattrs.retain(|(name, _)| !name.starts_with(b"system."));
             xattrs.truncate(XATTRS_MAX);
-            meta.xattrs_partial = true;
+            meta.set_partial();
         }
         meta.xattrs = xattrs;
     }
@@ -641,9 +643,7 @@ impl Walker {
     /// Reports extended attributes that cannot be read.
     pub(super) fn tell_unread(&self, path: &[u8], meta: &mut Meta, error: &io::Error) {
         self.tell(path, ReportKind::Incomplete, unreadable(format_args!("extended attributes: {error}")));
-        meta.xattrs_partial = true;
-        // In an access control list, the group bits are the mask and not rights of the group.
-        meta.mode &= !0o2070;
+        meta.set_partial();
     }
 
     fn offer(&mut self, candidate: Candidate) -> Walk {

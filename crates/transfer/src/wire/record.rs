@@ -28,6 +28,15 @@ pub struct Meta {
     pub xattrs_partial: bool,
 }
 
+impl Meta {
+    /// The record has not all extended attributes of the entry.
+    pub(crate) fn set_partial(&mut self) {
+        self.xattrs_partial = true;
+        // In an access control list, the group bits are the mask and not rights of the group.
+        self.mode &= !0o2070;
+    }
+}
+
 /// Most extended attributes of an entry. Linux lists names of at most 64 KiB.
 pub const XATTRS_MAX: usize = 1024;
 
