@@ -1009,6 +1009,20 @@ fn several_sources_of_one_name_are_one_directory() {
 }
 
 #[test]
+fn a_dry_run_lists_thousands_of_items_over_every_transport() {
+    let lab = Lab::new();
+    let source = lab.mkdir("source");
+    for number in 0..5_000 {
+        fs::write(source.join(number.to_string()), "").unwrap();
+    }
+    let daemon = lab.serve(&lab.mkdir("served"));
+    for provider in ["iwarp", "shm", "tcp"] {
+        let result = cp(&lab, &args(&[&"-rn", &"-v", &"--provider", &provider, &source, &daemon.url("e/")]));
+        assert_eq!(result["items"].as_array().unwrap().len(), 5_001, "{provider}");
+    }
+}
+
+#[test]
 fn a_directory_of_several_sources_has_the_attributes_of_the_first() {
     let lab = Lab::new();
     for (name, mode) in [("a", 0o700), ("b", 0o755), ("c", 0o750)] {

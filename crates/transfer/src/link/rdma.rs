@@ -30,8 +30,6 @@ const CONTROL_RESERVE: usize = 8;
 /// A message that only returns receives is due when this many have been used.
 const RETURN_AT: usize = (CONTROL_RECEIVES - CONTROL_RESERVE) / 2;
 const SLOT_LEN: usize = 8192;
-/// Largest number of queued messages. An honest peer causes fewer.
-const OUTBOX_MAX: usize = 512;
 const NOTICE_LEN: usize = 32;
 
 // Work request ids of the data queue pairs; those of control messages are [`MessageSlots`]'.
@@ -375,11 +373,7 @@ impl RdmaLink {
     /// [`LinkError`].
     pub(crate) fn send(&mut self, message: &Control) -> Result<(), LinkError> {
         self.queue(message.clone());
-        self.flush()?;
-        if self.outbox.len() > OUTBOX_MAX {
-            return Err(LinkError::Unexpected("number of messages that it makes no room for"));
-        }
-        Ok(())
+        self.flush()
     }
 
     /// Messages that wait for the peer to take earlier ones.

@@ -62,6 +62,8 @@ const REPORTS_WAITING_MAX: usize = 8 << 20;
 const ITEMS_WAITING_MAX: usize = 64 << 20;
 /// Reports go to a peer while fewer messages than this wait for it, so that other messages get through.
 const REPORTS_AHEAD: usize = 16;
+/// Most messages that wait for a source while it makes offers. An honest source has at most ten batches without an answer.
+const ANSWERS_MAX: usize = 512;
 /// Files that have ended and not begun, from which on no more is heard of the source, over TCP, until there are few.
 const EARLY_ENDS_MANY: usize = 1024;
 const EARLY_ENDS_FEW: usize = 256;
@@ -541,6 +543,10 @@ impl Sink<'_> {
             }
             Heard::FileEnd { file, blocks, status } => Ok(self.files.file_end(file, blocks, status)?),
             Heard::Offer { .. } if !self.wants_offers => Err(LinkError::Unexpected("offer").into()),
+            // The source does not take the answers to earlier ones.
+            Heard::Offer { .. } if self.link.backlog() > ANSWERS_MAX => {
+                Err(LinkError::Unexpected("number of offers").into())
+            }
             Heard::Offer { batch, entries } => {
                 for entry in &entries {
                     self.files.scope.path(&entry.path).map_err(LinkError::from)?;
