@@ -1009,6 +1009,18 @@ fn several_sources_of_one_name_are_one_directory() {
 }
 
 #[test]
+fn updates_of_nothing_copy_everything() {
+    let lab = Lab::new();
+    let source = lab.mkdir("served/source");
+    fs::write(source.join("file"), "content").unwrap();
+    let daemon = lab.serve(&lab.path("served"));
+    // The export `dev` is always there.
+    for (from, to) in [(daemon.url("e/"), "/dev/null".into()), (os(&source), daemon.url("dev/null"))] {
+        assert_eq!(cp(&lab, &args(&[&"-ru", &from, &to]))["files"], 1, "{from:?}");
+    }
+}
+
+#[test]
 fn a_dry_run_lists_thousands_of_items_over_every_transport() {
     let lab = Lab::new();
     let source = lab.mkdir("source");

@@ -279,7 +279,8 @@ pub fn run(
     progress: &Arc<Progress>,
     on_report: &OnReport,
 ) -> Outcome {
-    let wants_offers = prepared.wants_offers(&params.options);
+    // A source asked to skip files offers them, even if nothing is kept here.
+    let wants_offers = params.options.update || prepared.wants_offers(&params.options);
     let Prepared { target, journal, mut earlier, notes } = prepared;
     let (events, mailbox) = EventSender::new(link.device());
     let counters = Arc::new(Counters { expected: AtomicU64::new(u64::MAX), ..Counters::default() });
@@ -489,7 +490,7 @@ struct Sink<'a> {
     counters: &'a Arc<Counters>,
     /// Answers offers, once there are any.
     judge: Option<Judge>,
-    /// The source must offer files before it sends them.
+    /// The source may offer files before it sends them.
     wants_offers: bool,
     /// The pool will send mail when the window has room.
     waiting_for_block: bool,
