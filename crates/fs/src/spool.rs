@@ -113,12 +113,8 @@ impl Spool {
                 return Ok(File::from(fd));
             }
             // Not all file systems have `O_TMPFILE`.
-            let mut digits = String::new();
-            for byte in thruway_engine::random::random::<16>() {
-                use std::fmt::Write;
-                let _ = write!(digits, "{byte:02x}");
-            }
-            let name = std::ffi::CString::new(format!(".spool.tw-{digits}"))?;
+            let digits = u128::from_ne_bytes(thruway_engine::random::random());
+            let name = std::ffi::CString::new(format!(".spool.tw-{digits:032x}"))?;
             let flags = OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::RDWR | OFlags::CLOEXEC;
             if let Ok(fd) = rustix::fs::openat(place, &name, flags, Mode::from_raw_mode(0o600)) {
                 rustix::fs::unlinkat(place, &name, rustix::fs::AtFlags::empty())?;

@@ -12,7 +12,6 @@ use rustix::fs::{FileType, Stat};
 use std::collections::HashMap;
 use std::fs::File;
 use std::io;
-use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 use thruway_engine::io::Request;
@@ -109,13 +108,7 @@ impl Walker {
             let grown = Candidate { from: c.from.clone(), path: c.path.clone(), stat, linked: false };
             return self.send_large(grown, &[]);
         }
-        let mut meta = meta_of(&stat);
-        if self.params.options.preserve {
-            match thruway_fs::xattr::read_open(file.as_fd()) {
-                Ok(xattrs) => self.add_xattrs(&c.path, &mut meta, xattrs),
-                Err(e) => self.tell_unread(&c.path, &mut meta, &e),
-            }
-        }
+        let meta = self.meta_of_open(&file, &c.path, &stat);
         let size = size as usize;
         let mut record = Record::File { path: c.path.clone(), meta };
         // Room for one more than there should be: files of /proc, and of some file systems in user space, have more than they
@@ -166,13 +159,7 @@ impl Walker {
         let size = stat.st_size as u64;
         let file = OpenFile::new(file);
         let direct = !endless && !self.from_files && self.wants_direct(&file, size) && file.set_direct(true);
-        let mut meta = meta_of(&stat);
-        if self.params.options.preserve && !endless {
-            match thruway_fs::xattr::read_open(file.as_fd()) {
-                Ok(xattrs) => self.add_xattrs(&c.path, &mut meta, xattrs),
-                Err(e) => self.tell_unread(&c.path, &mut meta, &e),
-            }
-        }
+        let meta = if endless { meta_of(&stat) } else { self.meta_of_open(&file, &c.path, &stat) };
         let number = self.next_file;
         self.next_file += 1;
         while !self.open_files.enter(CANCEL_POLL_INTERVAL) {

@@ -37,7 +37,7 @@ const PACK_MAX: u64 = 256 << 10;
 const LINKS_MAX: usize = 1 << 18;
 const LINKS_BYTES_MAX: usize = 64 << 20;
 /// Largest number of remembered paths of several sources. For further paths, the sink detects duplicates, and a directory gets the
-/// attributes of the last source.
+/// attributes of each source in turn, finally those of the first.
 const NAMES_MAX: usize = 1 << 21;
 /// Bytes of names in one part of a list of names to keep, at most.
 const KEEP_BYTES: usize = 32 << 10;
@@ -620,16 +620,29 @@ impl Walker {
     pub(super) fn meta(&self, from: &From, path: &[u8], stat: &Stat) -> Meta {
         let mut meta = meta_of(stat);
         if self.params.options.preserve {
-            match from.xattrs(stat) {
-                Ok(xattrs) => self.add_xattrs(path, &mut meta, xattrs),
-                Err(e) => self.tell_unread(path, &mut meta, &e),
-            }
+            self.add_xattrs(path, &mut meta, from.xattrs(stat));
         }
         meta
     }
 
-    /// Adds the extended attributes that a record can carry. Reports the rest.
-    pub(super) fn add_xattrs(&self, path: &[u8], meta: &mut Meta, mut xattrs: xattr::Attributes) {
+    /// As [`Walker::meta`], for an open file.
+    pub(super) fn meta_of_open(&self, file: &File, path: &[u8], stat: &Stat) -> Meta {
+        let mut meta = meta_of(stat);
+        if self.params.options.preserve {
+            self.add_xattrs(path, &mut meta, xattr::read_open(file.as_fd()));
+        }
+        meta
+    }
+
+    /// Adds the extended attributes that a record can carry. Reports the rest, and a failure to read them.
+    fn add_xattrs(&self, path: &[u8], meta: &mut Meta, read: io::Result<xattr::Attributes>) {
+        let mut xattrs = match read {
+            Ok(xattrs) => xattrs,
+            Err(e) => {
+                self.tell(path, ReportKind::Incomplete, unreadable(format_args!("extended attributes: {e}")));
+                return meta.set_partial();
+            }
+        };
         if xattrs.len() > XATTRS_MAX {
             self.tell(path, ReportKind::Incomplete, format!("more than {XATTRS_MAX} extended attributes"));
             // Not a part of an access control list.
@@ -638,12 +651,6 @@ impl Walker {
             meta.set_partial();
         }
         meta.xattrs = xattrs;
-    }
-
-    /// Reports extended attributes that cannot be read.
-    pub(super) fn tell_unread(&self, path: &[u8], meta: &mut Meta, error: &io::Error) {
-        self.tell(path, ReportKind::Incomplete, unreadable(format_args!("extended attributes: {error}")));
-        meta.set_partial();
     }
 
     fn offer(&mut self, candidate: Candidate) -> Walk {

@@ -29,7 +29,7 @@ pub struct Meta {
 }
 
 impl Meta {
-    /// The record has not all extended attributes of the entry.
+    /// Marks the record as one without some extended attributes of the entry.
     pub(crate) fn set_partial(&mut self) {
         self.xattrs_partial = true;
         // In an access control list, the group bits are the mask and not rights of the group.
@@ -215,6 +215,14 @@ pub fn check_path(path: &[u8]) -> Result<(), Malformed> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn without_its_list_an_entry_gives_no_rights_to_its_group() {
+        let mut meta = Meta { mode: 0o102_674, ..Meta::default() };
+        meta.set_partial();
+        assert!(meta.xattrs_partial);
+        assert_eq!(meta.mode, 0o100_604);
+    }
 
     #[test]
     fn extended_attributes_are_bounded() {
