@@ -67,7 +67,7 @@ fn parse() -> Cli {
         let hidden = arguments.filter_map(|argument| argument.into_string().ok()).find(|one| cp::hides_help(one));
         if let Some(argument) = hidden.filter(|_| is_information && is_copy) {
             let why =
-                format!("'{argument}' contains an option that prints help or the version; numbers always have units\n");
+                format!("'{argument}' contains an option that prints help or the version; leave it out, sizes are always printed with units\n");
             Cli::command().error(ErrorKind::ArgumentConflict, why).exit();
         }
         if let Some(ContextValue::String(argument)) = error.get(ContextKind::InvalidArg)

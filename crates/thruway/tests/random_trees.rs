@@ -276,13 +276,10 @@ impl Case {
                     end_turn.send(()).unwrap();
                 }
             });
+            let reader = log.clone();
             scope.spawn(move || {
-                for (stops, line) in BufReader::new(fs::File::open(log).unwrap())
-                    .lines()
-                    .map(Result::unwrap)
-                    .filter(|line| line.contains("stopped by SIGSTOP"))
-                    .enumerate()
-                {
+                let lines = BufReader::new(fs::File::open(reader).unwrap()).lines().map(Result::unwrap);
+                for (stops, line) in lines.filter(|line| line.contains("stopped by SIGSTOP")).enumerate() {
                     if stops < STOPS_MAX {
                         give_turn.send(()).unwrap();
                         ends.recv().unwrap();
@@ -297,7 +294,10 @@ impl Case {
                     );
                 }
             });
-            self.run_with_fault(&fault)
+            let out = self.run_with_fault(&fault);
+            // If strace has not started, the thread still waits for it.
+            let _ = fs::OpenOptions::new().read(true).write(true).open(log);
+            out
         })
     }
 
