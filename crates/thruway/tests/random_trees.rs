@@ -718,13 +718,6 @@ fn copy_beside_an_intruder(way: Way, seed: u64) {
         assert!(Command::new("chown").args(["-R", "-h", "65534:65534"]).arg(&case.exports).status().unwrap().success());
     }
     let (source, mut old) = (case.sources(), tree(&case.target));
-    // Directories of earlier attempts get their final modes now.
-    old.retain(|path, entry| {
-        entry.kind != FileType::Directory
-            || !source.contains_key(path)
-            || entry.kept.mode & 0o777 != 0o700
-            || intruder.fixed.contains(&entry.identity)
-    });
     let out = case.run(None, &["-v"]);
     let said = stderr(&out);
     if case.owners {
@@ -734,7 +727,17 @@ fn copy_beside_an_intruder(way: Way, seed: u64) {
     let reasons = ["ermission denied", "not a file, directory or link", "another entry of this copy has this name"];
     let is_refused = reasons.iter().any(|why| said.contains(why));
     if out.status.success() {
-        case.check_result((&source, &old, &tree(&case.target)), true);
+        let now = tree(&case.target);
+        // Directories of earlier attempts get their modes now, or keep 0700 if the intruder has taken the journal.
+        let is_private = |entry: &Entry| entry.kept.mode & 0o777 == 0o700;
+        old.retain(|path, entry| {
+            entry.kind != FileType::Directory
+                || !source.contains_key(path)
+                || !is_private(entry)
+                || now.get(path).is_some_and(is_private)
+                || intruder.fixed.contains(&entry.identity)
+        });
+        case.check_result((&source, &old, &now), true);
     } else if !may_fail(&out) && !is_refused {
         case.fail(&format!("the copy failed: {said}"));
     }
