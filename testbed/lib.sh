@@ -1,6 +1,10 @@
 # What tests in the guest share. A test is a script in tests/ that sources nothing: this is sourced for it, with
 # `set -euo pipefail`. It fails by ending with a status other than 0.
 
+# A test that ends early names the command that failed.
+set -o errtrace
+trap 'echo "--- failed with status $?, line $LINENO of $(basename "${BASH_SOURCE[0]}"): $BASH_COMMAND" >&2' ERR
+
 # fails CMD...: runs what must fail. (`! CMD` cannot: the shell's -e passes over whatever is negated.)
 fails() {
     if "$@"; then

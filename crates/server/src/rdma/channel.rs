@@ -116,6 +116,7 @@ impl Channel {
         let peer = request.peer();
         let new = New::open(provider, &options)?;
         request.accept(&new.qp, &new.parameters(options.private_data.clone()))?;
+        tracing::info!(%peer, "RDMA connection accepted");
         Ok(new.drive(&options, peer))
     }
 
