@@ -27,6 +27,7 @@ pub mod limits;
 pub mod page_cache;
 pub mod pipes;
 pub mod pool;
+pub mod quota;
 pub mod random;
 pub mod rate_limit;
 pub mod reactor;

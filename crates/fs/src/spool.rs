@@ -5,17 +5,20 @@ use std::fs::File;
 use std::io::{self, Read};
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, LazyLock};
+use std::time::Duration;
+use thruway_engine::Owner;
+use thruway_engine::quota::{Quota, Unit};
 
 /// Largest spool in memory, in bytes.
 const IN_MEMORY: u64 = 1 << 20;
 /// Largest spool in the directory for temporary files, in bytes.
 const ELSEWHERE_MAX: u64 = 256 << 20;
-/// Total limit for the spools of this process there.
-const ELSEWHERE_MAX_TOGETHER: u64 = 1 << 30;
+/// Bytes of one unit of [`ELSEWHERE`].
+const UNIT: u64 = 1 << 20;
 
-static ELSEWHERE: AtomicU64 = AtomicU64::new(0);
+/// Total limit for the spools of this process there.
+static ELSEWHERE: LazyLock<Arc<Quota>> = LazyLock::new(|| Quota::new(1 << 10));
 
 /// Appended bytes.
 pub struct Spool {
@@ -23,8 +26,9 @@ pub struct Spool {
     len: u64,
     /// Directory for the file. `None`: the directory for temporary files.
     place: Option<Arc<OwnedFd>>,
-    /// Counted in [`ELSEWHERE`].
-    elsewhere: u64,
+    owner: Owner,
+    /// Units of [`ELSEWHERE`].
+    reserved: Vec<Unit>,
 }
 
 enum Bytes {
@@ -33,9 +37,10 @@ enum Bytes {
 }
 
 impl Spool {
-    /// Creates an empty spool. Its file is created in `place` if possible, and otherwise in the directory for temporary files.
-    pub fn new(place: Option<Arc<OwnedFd>>) -> Spool {
-        Spool { bytes: Bytes::Memory(Vec::new()), len: 0, place, elsewhere: 0 }
+    /// Creates an empty spool. Its file is created in `place` if possible, and otherwise in the directory for temporary files,
+    /// where `owner` has a quota.
+    pub fn new(place: Option<Arc<OwnedFd>>, owner: Owner) -> Spool {
+        Spool { bytes: Bytes::Memory(Vec::new()), len: 0, place, owner, reserved: Vec::new() }
     }
 
     /// Its length in bytes.
@@ -90,18 +95,13 @@ impl Spool {
 
     /// Reserves space for `len` bytes in the directory for temporary files. The reservation remains when the spool is shortened.
     fn reserve(&mut self, len: u64) -> io::Result<()> {
-        let Some(more) = len.checked_sub(self.elsewhere).filter(|more| *more > 0) else { return Ok(()) };
-        let more = more.max(IN_MEMORY);
-        let after = self.elsewhere + more;
-        // One spool leaves at least as much to others as it has.
-        let is_left = |used: u64| after <= ELSEWHERE_MAX && used + more + after <= ELSEWHERE_MAX_TOGETHER;
-        let reserved = ELSEWHERE
-            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |used| is_left(used).then_some(used + more))
-            .is_ok();
-        if !reserved {
-            return Err(io::Error::other("the tree has too many entries for the directory for temporary files"));
+        while self.reserved.len() as u64 * UNIT < len {
+            let unit = (len <= ELSEWHERE_MAX).then(|| ELSEWHERE.take(self.owner, Duration::ZERO)).flatten();
+            let Some(unit) = unit else {
+                return Err(io::Error::other("the tree has too many entries for the directory for temporary files"));
+            };
+            self.reserved.push(unit);
         }
-        self.elsewhere = after;
         Ok(())
     }
 
@@ -123,12 +123,6 @@ impl Spool {
         }
         self.place = None;
         tempfile::tempfile()
-    }
-}
-
-impl Drop for Spool {
-    fn drop(&mut self) {
-        ELSEWHERE.fetch_sub(self.elsewhere, Ordering::Relaxed);
     }
 }
 
@@ -167,7 +161,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let place: Arc<OwnedFd> = Arc::new(File::open(dir.path()).unwrap().into());
         for place in [None, Some(place)] {
-            let mut spool = Spool::new(place);
+            let mut spool = Spool::new(place, Owner(1));
             let line = |number: u32| format!("{number:0100}").into_bytes();
             for number in 0..20_000 {
                 spool.append(&line(number)).unwrap();
@@ -191,20 +185,27 @@ mod tests {
     fn temporary_files_are_limited() {
         let _turn = TURN.lock().unwrap();
         let chunk = vec![0; 16 << 20];
-        let mut spools = Vec::new();
-        let all: u64 = std::iter::from_fn(|| {
-            let mut spool = Spool::new(None);
-            while spool.append(&chunk).is_ok() {}
-            let len = spool.len();
-            // A refused append reserves nothing.
-            assert!((0..3).all(|_| spool.append(&chunk).is_err()));
-            spools.push(spool);
-            (len > 0).then_some(len)
-        })
-        .inspect(|len| assert!(*len <= ELSEWHERE_MAX))
-        .sum();
-        assert!(all <= ELSEWHERE_MAX_TOGETHER && all > ELSEWHERE_MAX_TOGETHER / 2, "{all}");
-        spools.clear();
-        Spool::new(None).append(&chunk).unwrap();
+        let fill = |owner| {
+            let mut spools = Vec::new();
+            let all: u64 = std::iter::from_fn(|| {
+                let mut spool = Spool::new(None, Owner(owner));
+                while spool.append(&chunk).is_ok() {}
+                let len = spool.len();
+                // It cannot grow any more.
+                assert!((0..3).all(|_| spool.append(&chunk).is_err()));
+                spools.push(spool);
+                (len > 0).then_some(len)
+            })
+            .inspect(|len| assert!(*len <= ELSEWHERE_MAX))
+            .sum();
+            (spools, all >> 20)
+        };
+        let (first, of_first) = fill(1);
+        assert!((860..=911).contains(&of_first), "{of_first}");
+        // One owner leaves space to others.
+        let (second, of_second) = fill(2);
+        assert!((64..=of_first / 4).contains(&of_second), "{of_second}");
+        drop((first, second));
+        Spool::new(None, Owner(1)).append(&chunk).unwrap();
     }
 }

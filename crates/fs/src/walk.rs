@@ -10,6 +10,7 @@ use std::ffi::CStr;
 use std::io::{self, Read};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
+use thruway_engine::Owner;
 
 /// A walk of a tree. Parents come before what they hold; the directories of one parent come in the order in which they
 /// were [added](Walk::descend), each with all beneath it.
@@ -43,9 +44,9 @@ pub struct Visit {
 }
 
 impl Walk {
-    /// Begins with the root itself.
-    pub fn new(root: Arc<OwnedFd>) -> Walk {
-        Walk { root, path: Vec::new(), levels: Vec::new(), names: Spool::new(None), has_begun: false }
+    /// Begins with the root itself. `owner` has a quota for the names of large trees.
+    pub fn new(root: Arc<OwnedFd>, owner: Owner) -> Walk {
+        Walk { root, path: Vec::new(), levels: Vec::new(), names: Spool::new(None, owner), has_begun: false }
     }
 
     /// The root.
@@ -133,7 +134,7 @@ mod tests {
     /// Paths of the directories of a tree, those of one parent by name.
     fn directories(root: &std::path::Path) -> Vec<String> {
         let root = Arc::new(OwnedFd::from(fs::File::open(root).unwrap()));
-        let mut walk = Walk::new(root);
+        let mut walk = Walk::new(root, Owner::default());
         let mut visited = Vec::new();
         while let Some(Visit { below, dir, .. }) = walk.visit() {
             visited.push(String::from_utf8(below.clone()).unwrap());
@@ -166,7 +167,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         fs::create_dir(dir.path().join("d")).unwrap();
         let root = Arc::new(OwnedFd::from(fs::File::open(dir.path()).unwrap()));
-        let mut walk = Walk::new(root);
+        let mut walk = Walk::new(root, Owner::default());
         assert!(walk.visit().unwrap().dir.is_ok());
         walk.descend(c"d").unwrap();
         fs::remove_dir(dir.path().join("d")).unwrap();
@@ -181,7 +182,7 @@ mod tests {
         for name in ["open", "closed"] {
             fs::create_dir(dir.path().join(name)).unwrap();
         }
-        let mut walk = Walk::new(Arc::new(OwnedFd::from(fs::File::open(dir.path()).unwrap())));
+        let mut walk = Walk::new(Arc::new(OwnedFd::from(fs::File::open(dir.path()).unwrap())), Owner::default());
         walk.visit().unwrap().dir.unwrap();
         walk.descend(c"open").unwrap();
         fs::remove_dir(dir.path().join("open")).unwrap();

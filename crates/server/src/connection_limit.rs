@@ -9,15 +9,10 @@ use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Duration;
+use thruway_engine::quota::is_fair;
 use thruway_engine::reactor::LoadBalancer;
 use thruway_tcp::{ByOrigin, Origin};
 use tokio::sync::Notify;
-
-/// Whether one who has `theirs` of the places for connections, or sessions, may have another while `free` are free: fewer than
-/// eight times as many. So none alone takes all.
-pub fn is_fair(theirs: usize, free: usize) -> bool {
-    theirs < free.saturating_mul(8)
-}
 
 /// Limits the connections of one protocol.
 pub struct ConnectionLimit {

@@ -7,7 +7,6 @@
 //! - [`turns`]: they take turns for whatever of which little may be in progress at a time.
 //! - [`caller`]: the host that a task works for.
 //! - [`connection_limit`]: unauthenticated connections are evicted when others need their places.
-//! - [`quota`]: shares of a resource.
 //! - [`stream`], [`reader`], [`writer`]: connections, plain or TLS, split into two halves. What is sent is a
 //!   [`message`]: headers, and bodies gathered from memory of several kinds or straight from the page cache.
 //! - [`send_queue`]: the unsent messages of one connection, bounded.
@@ -31,7 +30,6 @@ mod flag;
 pub mod listener;
 pub mod message;
 pub mod panics;
-pub mod quota;
 pub mod rdma;
 pub mod reader;
 pub mod send_queue;

@@ -10,11 +10,11 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, Weak};
 use std::time::Duration;
 use thruway_engine::aead::Sealer;
 use thruway_engine::digest::Algorithm;
+use thruway_engine::quota::{Quota, Unit};
 use thruway_engine::stage::{StageId, StageStats};
 use thruway_engine::topology::{self, Node};
 use thruway_engine::{BlockPool, Owner, Storage, Workers};
 use thruway_fabric::Device;
-use thruway_server::quota::{Quota, Unit};
 
 /// The stages of a process, shared by its sessions, and the blocks of one session.
 ///
@@ -132,6 +132,11 @@ impl Pipeline {
         let (pool, node) = (pool(self.node.as_ref(), blocks, block_len, sparse)?, self.node.clone());
         let sweep = Sweep(Arc::clone(&storage));
         Ok(Arc::new(Pipeline { pool, storage, workers, integrity, security, files, owner, node, _sweep: sweep }))
+    }
+
+    /// Owner of the session's tasks.
+    pub(crate) fn owner(&self) -> Owner {
+        self.owner
     }
 
     /// Queues a task of this session.

@@ -9,7 +9,7 @@ use super::{
 };
 use crate::v4::status::Status;
 use std::collections::{HashMap, VecDeque};
-use thruway_server::connection_limit::is_fair;
+use thruway_engine::quota::is_fair;
 use thruway_tcp::Origin;
 
 /// Resources that the clients of one host hold.

@@ -27,11 +27,11 @@ use std::sync::mpsc::Receiver;
 use std::sync::{Arc, Mutex, RwLock};
 use std::time::{Duration, Instant};
 use thruway_engine::aead::Sealer;
+use thruway_engine::quota::Quota;
+use thruway_engine::quota::is_fair;
 use thruway_engine::{Owner, limits};
 use thruway_fabric::{ConnectionEvent, ConnectionRequest, Device, ListenOptions, Listener, Provider, iwarp};
 use thruway_server::admission::{Admission, Answer, Limits, Slot};
-use thruway_server::connection_limit::is_fair;
-use thruway_server::quota::Quota;
 use thruway_tcp::Origin;
 
 /// A directory that is served.

@@ -14,6 +14,7 @@ use std::io::{self, Read};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use thruway_engine::Owner;
 use thruway_fs::beneath;
 use thruway_fs::remove::Remover;
 use thruway_fs::spool::Spool;
@@ -35,9 +36,9 @@ pub(super) struct Deferred {
 }
 
 impl Deferred {
-    /// Records of a copy into `root`. `elsewhere`: nothing is to be written there.
-    pub(super) fn new(root: &Arc<OwnedFd>, elsewhere: bool) -> Deferred {
-        Deferred { spool: Spool::new((!elsewhere).then(|| Arc::clone(root))), last_directory: NOWHERE }
+    /// Records of a copy into `root`. `elsewhere`: nothing is to be written there, and `owner` has a quota.
+    pub(super) fn new(root: &Arc<OwnedFd>, elsewhere: bool, owner: Owner) -> Deferred {
+        Deferred { spool: Spool::new((!elsewhere).then(|| Arc::clone(root)), owner), last_directory: NOWHERE }
     }
 
     /// Keeps a record; `made` if it is of a directory that the job made.
@@ -331,7 +332,7 @@ mod tests {
         let root = tempfile::tempdir().unwrap();
         let fd: Arc<OwnedFd> = Arc::new(std::fs::File::open(root.path()).unwrap().into());
         for (count, elsewhere) in [(0, false), (10, false), (40_000, false), (40_000, true)] {
-            let mut deferred = Deferred::new(&fd, elsewhere);
+            let mut deferred = Deferred::new(&fd, elsewhere, Owner::default());
             for number in 0..count {
                 let link = Record::Link { path: number.to_string().into_bytes(), target: b"t".to_vec() };
                 deferred.push(&link, None).unwrap();

@@ -30,11 +30,11 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 use thruway_engine::digest::{Algorithm, DIGEST_LEN};
 use thruway_engine::io::{Outcome, Request};
+use thruway_engine::quota::Unit;
 use thruway_engine::stage::TASK_TIME;
 use thruway_engine::{Block, OpenFile, Segment};
 use thruway_fs::Identity;
 use thruway_fs::beneath;
-use thruway_server::quota::Unit;
 
 /// Auto direct I/O begins here.
 const DIRECT_FROM: u64 = 256 << 20;

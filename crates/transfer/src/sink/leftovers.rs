@@ -17,6 +17,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use thruway_engine::Owner;
 use thruway_fs::beneath::{self, Links, join, split};
 use thruway_fs::listing;
 use thruway_fs::walk::{Visit, Walk};
@@ -134,7 +135,7 @@ impl Search {
             journals.insert(above.into(), found);
         }
         let mut temporaries = Vec::new();
-        let mut tree = Walk::new(Arc::clone(&search.root));
+        let mut tree = Walk::new(Arc::clone(&search.root), Owner::default());
         while let Some(Visit { below, dir }) = tree.visit() {
             if let Err(e) = search.directory(&mut tree, &below, dir, &real, &mut journals, &mut temporaries) {
                 search.failures.push((below, e));

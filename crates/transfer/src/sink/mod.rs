@@ -319,7 +319,7 @@ pub fn run(
         discard,
         large: Mutex::default(),
         begun: Condvar::new(),
-        deferred: Mutex::new(Deferred::new(&tree_root, options.dry_run || discard)),
+        deferred: Mutex::new(Deferred::new(&tree_root, options.dry_run || discard, pipeline.owner())),
         progress: Arc::clone(progress),
         promised: Mutex::default(),
         redeemed: Condvar::new(),

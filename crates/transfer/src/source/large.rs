@@ -12,9 +12,9 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Duration;
 use thruway_engine::digest::{Algorithm, DIGEST_LEN};
+use thruway_engine::quota::Unit;
 use thruway_engine::{Block, OpenFile};
 use thruway_fs::sparse;
-use thruway_server::quota::Unit;
 
 /// A large file on its way.
 pub(crate) struct LargeFile {

@@ -353,7 +353,7 @@ impl Walker {
 
     /// Sends a directory with all beneath it, which goes where `to` says.
     fn tree(&mut self, root: &Arc<OwnedFd>, to: Vec<u8>) -> Walk {
-        let mut tree = walk::Walk::new(Arc::clone(root));
+        let mut tree = walk::Walk::new(Arc::clone(root), self.pipeline.owner());
         while let Some(Visit { below, dir }) = tree.visit() {
             self.check_cancel()?;
             match dir {

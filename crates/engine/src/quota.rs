@@ -1,10 +1,15 @@
 //! Quotas for a resource of this process, so that no owner takes all of it.
 
-use crate::connection_limit::is_fair;
+use crate::Owner;
 use std::collections::HashMap;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Duration;
-use thruway_engine::Owner;
+
+/// True if the owner of `theirs` units may have another one while `free` units are free: fewer than eight times as many. So no owner
+/// takes all.
+pub fn is_fair(theirs: usize, free: usize) -> bool {
+    theirs < free.saturating_mul(8)
+}
 
 /// A resource with a fixed number of units. One owner may hold eight times the number of free units ([`is_fair`]).
 pub struct Quota {
