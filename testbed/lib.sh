@@ -5,6 +5,17 @@
 set -o errtrace
 trap 'echo "--- failed with status $?, line $LINENO of $(basename "${BASH_SOURCE[0]}"): $BASH_COMMAND" >&2' ERR
 
+# One that comes near its limit of time tells what runs, and what daemons have logged.
+if [[ -n ${LIMIT:-} ]]; then
+    (
+        sleep $((LIMIT > 80 ? LIMIT - 40 : LIMIT))
+        echo "--- the limit of $LIMIT s is near"
+        ps -eo pid,ppid,stat,wchan:30,args | grep -v '\]$'
+        tail -n 30 /tmp/said /tmp/served /tmp/*.log 2>/dev/null || true
+    ) </dev/null >&2 &
+    disown
+fi
+
 # fails CMD...: runs what must fail. (`! CMD` cannot: the shell's -e passes over whatever is negated.)
 fails() {
     if "$@"; then

@@ -254,9 +254,10 @@ fn run_tests(tests: &[&Test], at_a_time: usize, environment: &str, patience: u32
 
 /// Runs a test and says how it has ended; whether well.
 fn run_test(test: &Test, guest: Guest, environment: &str, patience: u32) -> Result<bool, String> {
-    let command = format!("{environment}; . '{}'", test.path.display());
+    let limit = test.limit * patience;
+    let command = format!("LIMIT={limit}; {environment}; . '{}'", test.path.display());
     let begun = Instant::now();
-    let out = start(guest, &kernel(guest.backend)?, &(test.limit * patience).to_string(), &command)
+    let out = start(guest, &kernel(guest.backend)?, &limit.to_string(), &command)
         .output()
         .map_err(|e| e.to_string())?;
     let (seconds, Test { name, title, .. }) = (begun.elapsed().as_secs_f64(), test);
