@@ -386,6 +386,9 @@ pub fn run(
     }
     drop((files, journal));
     if result.is_ok() {
+        // The peer may take the last messages as slowly as the others, while its user reads.
+        let goes_on = |polled| matches!(polled, Ok(_) | Err(LinkError::DataLost(_)));
+        while link.backlog() > 0 && params.check_cancel().is_ok() && goes_on(link.poll(Duration::from_millis(100))) {}
         link.leave()
     } else {
         link.close()
