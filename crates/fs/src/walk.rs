@@ -5,7 +5,8 @@
 
 use crate::beneath::{self, Links};
 use crate::spool::Spool;
-use rustix::fs::{OFlags, Stat};
+use rustix::fs::{AtFlags, OFlags, Stat};
+use rustix::io::Errno;
 use std::ffi::CStr;
 use std::io::{self, Read};
 use std::os::fd::OwnedFd;
@@ -29,6 +30,8 @@ pub struct Walk {
 /// A directory whose subdirectories are being visited.
 struct Level {
     path_len: usize,
+    /// Device and number. `None` if it could not be opened.
+    directory: Option<(u64, u64)>,
     /// Positions in [`Walk::names`]: its first name, the next name to visit, and the end of its names.
     first: u64,
     next: u64,
@@ -98,15 +101,26 @@ impl Walk {
 
     /// Opens the directory at [`Walk::path`].
     fn enter(&mut self) -> Visit {
-        let end = self.names.len();
-        self.levels.push(Level { path_len: self.path.len(), first: end, next: end, end });
-        let flags = OFlags::RDONLY | OFlags::DIRECTORY;
-        let dir = beneath::open(&self.root, &self.path, flags, Links::Never).and_then(|dir| {
-            // The name can belong to another directory since the listing.
-            let stat = rustix::fs::fstat(&dir)?;
-            Ok((Arc::new(dir), stat))
-        });
-        Visit { below: self.path.clone(), dir: dir.map_err(io::Error::from) }
+        let (end, above) = (self.names.len(), self.levels.last().and_then(|level| level.directory));
+        let dir = self.open(above);
+        let directory = dir.as_ref().ok().map(|(_, stat)| (stat.st_dev, stat.st_ino));
+        self.levels.push(Level { path_len: self.path.len(), directory, first: end, next: end, end });
+        Visit { below: self.path.clone(), dir }
+    }
+
+    /// # Errors
+    /// Also if it is not in the directory `above`: the path can belong to another one since the listing, which may be private.
+    fn open(&self, above: Option<(u64, u64)>) -> io::Result<(Arc<OwnedFd>, Stat)> {
+        let dir = beneath::open(&self.root, &self.path, OFlags::RDONLY | OFlags::DIRECTORY, Links::Never)?;
+        let stat = rustix::fs::fstat(&dir)?;
+        match above.map(|above| (above, rustix::fs::statat(&dir, c"..", AtFlags::empty()))) {
+            Some((above, Ok(found))) if (found.st_dev, found.st_ino) != above => {
+                Err(io::Error::other("another directory has the path of the one above it now"))
+            }
+            // Without the right to search it, its entries cannot be read either.
+            Some((_, Err(e))) if e != Errno::ACCESS => Err(e.into()),
+            _ => Ok((Arc::new(dir), stat)),
+        }
     }
 }
 
@@ -128,7 +142,7 @@ fn next_name(names: &Spool, at: u64) -> io::Result<Vec<u8>> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use rustix::fs::{AtFlags, Dir, FileType};
+    use rustix::fs::{Dir, FileType};
     use std::fs;
 
     /// Paths of the directories of a tree, those of one parent by name.
@@ -189,6 +203,29 @@ mod tests {
         fs::rename(dir.path().join("closed"), dir.path().join("open")).unwrap();
         let (found, stat) = walk.visit().unwrap().dir.unwrap();
         assert_eq!(stat.st_ino, rustix::fs::fstat(&found).unwrap().st_ino);
+    }
+
+    #[test]
+    fn a_directory_below_another_one_than_the_listed_one_is_not_entered() {
+        let dir = tempfile::tempdir().unwrap();
+        for path in ["open/d", "closed/d", "other/d"] {
+            fs::create_dir_all(dir.path().join(path)).unwrap();
+        }
+        let mut walk = Walk::new(Arc::new(OwnedFd::from(fs::File::open(dir.path()).unwrap())), Owner::default());
+        walk.visit().unwrap().dir.unwrap();
+        walk.descend(c"open").unwrap();
+        walk.descend(c"other").unwrap();
+        walk.visit().unwrap().dir.unwrap();
+        walk.descend(c"d").unwrap();
+        fs::rename(dir.path().join("open"), dir.path().join("moved")).unwrap();
+        fs::rename(dir.path().join("closed"), dir.path().join("open")).unwrap();
+        let visit = walk.visit().unwrap();
+        assert_eq!(visit.below, b"open/d");
+        assert!(visit.dir.unwrap_err().to_string().contains("another directory"));
+        walk.visit().unwrap().dir.unwrap();
+        walk.descend(c"d").unwrap();
+        walk.visit().unwrap().dir.unwrap();
+        assert!(walk.visit().is_none());
     }
 
     #[test]

@@ -4,7 +4,9 @@
 //! left out.
 
 use super::large::{Finish, LargeFile, Sent, grew, has_grown, missing_extents, same_version};
-use super::walk::{CANCEL_POLL_INTERVAL, Cancelled, Candidate, From, Walk, Walker, meta_of, unreadable};
+use super::walk::{
+    CANCEL_POLL_INTERVAL, CHANGED_TYPE, Cancelled, Candidate, From, REPLACED, Walk, Walker, meta_of, unreadable,
+};
 use crate::protocol::extents::split_extent;
 use crate::session::{FirstFailure, Progress};
 use crate::wire::{BlockHeader, BlockKind, Direct, Meta, RECORD_PREFIX_LEN, Record, ReportKind};
@@ -69,8 +71,9 @@ impl Walker {
     fn open(&self, c: &Candidate) -> Option<(File, Stat)> {
         match c.from.open() {
             Ok((file, stat)) if stat.st_mode & S_IFMT == c.stat.st_mode & S_IFMT => return Some((file, stat)),
-            Ok(_) => self.report(&c.path, "changed its type while it was read"),
+            Ok(_) => self.report(&c.path, CHANGED_TYPE),
             Err(e) => self.report(&c.path, unreadable(e)),
+            Ok((_, stat)) if self.forget_replaced(&c.stat, &stat) => self.report(&c.path, REPLACED),
         }
         None
     }
@@ -105,7 +108,7 @@ impl Walker {
         let size = stat.st_size as u64;
         if size > self.pack_max || has_holes(&file, &stat) {
             // It grew since it was listed, or has holes, which stay holes only in large files.
-            let grown = Candidate { from: c.from.clone(), path: c.path.clone(), stat, linked: false };
+            let grown = Candidate::new(c.from.clone(), c.path.clone(), stat);
             return self.send_large(grown, &[]);
         }
         let meta = self.meta_of_open(&file, &c.path, &stat);

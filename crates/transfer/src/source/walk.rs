@@ -122,45 +122,47 @@ pub(super) struct From {
     root: Arc<OwnedFd>,
     /// Its directory, while that is open; opened again by `below` if not.
     dir: Option<Arc<OwnedFd>>,
-    /// Path of its directory below the root.
+    /// Path of its directory below the root, and the device and number of that.
     below: Vec<u8>,
+    directory: (u64, u64),
     /// Its name there; empty for the directory itself, or the root.
     name: CString,
 }
 
 impl From {
     /// The directory that the name is relative to.
-    pub(super) fn dir(&self) -> rustix::io::Result<Arc<OwnedFd>> {
+    ///
+    /// # Errors
+    /// Also if the path belongs to another directory now. The copy of the listed one could give access to the entries of that.
+    pub(super) fn dir(&self) -> io::Result<Arc<OwnedFd>> {
         match &self.dir {
             Some(dir) => Ok(Arc::clone(dir)),
             None if self.name.is_empty() => Ok(Arc::clone(&self.root)),
             None => {
-                beneath::open(&self.root, &self.below, OFlags::PATH | OFlags::DIRECTORY, Links::Never).map(Arc::new)
+                let dir = beneath::open(&self.root, &self.below, OFlags::PATH | OFlags::DIRECTORY, Links::Never)?;
+                let stat = rustix::fs::fstat(&dir)?;
+                if (stat.st_dev, stat.st_ino) != self.directory {
+                    return Err(io::Error::other("another directory has its path now"));
+                }
+                Ok(Arc::new(dir))
             }
         }
     }
 
-    /// Extended attributes of the entry that has been inspected as `stat`.
-    ///
-    /// # Errors
-    /// Also if the name belongs to another entry now. Its access control list would apply to the content of this one.
-    fn xattrs(&self, stat: &Stat) -> io::Result<xattr::Attributes> {
-        let dir = self.dir()?;
-        if self.name.is_empty() {
-            return xattr::read(dir.as_fd(), c"");
+    /// The entry without being opened for reading, and its attributes. The name can belong to another entry a moment later.
+    fn look(&self) -> io::Result<(Arc<OwnedFd>, Stat)> {
+        let mut entry = self.dir()?;
+        if !self.name.is_empty() {
+            let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+            entry = Arc::new(rustix::fs::openat(&entry, &self.name, flags, Mode::empty())?);
         }
-        let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-        let entry = rustix::fs::openat(&dir, &self.name, flags, Mode::empty())?;
-        let found = rustix::fs::fstat(&entry)?;
-        if (found.st_dev, found.st_ino) != (stat.st_dev, stat.st_ino) {
-            return Err(io::Error::other("another entry has its name now"));
-        }
-        xattr::read(entry.as_fd(), c"")
+        let stat = rustix::fs::fstat(&entry)?;
+        Ok((entry, stat))
     }
 
     /// Opens the entry, which must be a file: an open would wait for the other end of a FIFO, and change the state of
     /// some devices.
-    pub(super) fn open(&self) -> rustix::io::Result<(File, Stat)> {
+    pub(super) fn open(&self) -> io::Result<(File, Stat)> {
         let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOCTTY | OFlags::NONBLOCK;
         let fd = if self.name.is_empty() {
             rustix::fs::open(format!("/proc/self/fd/{}", self.root.as_raw_fd()), flags, Mode::empty())?
@@ -179,6 +181,14 @@ pub(super) struct Candidate {
     pub(super) stat: Stat,
     /// It is another name of a file that was offered before.
     pub(super) linked: bool,
+    /// [`capabilities_hash`] in the offer; 0 before.
+    pub(super) capabilities: u64,
+}
+
+impl Candidate {
+    pub(super) fn new(from: From, path: Vec<u8>, stat: Stat) -> Candidate {
+        Candidate { from, path, stat, linked: false, capabilities: 0 }
+    }
 }
 
 /// Names that stay in a directory, on their way to the sink.
@@ -348,7 +358,8 @@ impl Walker {
             return self.refuse_source(&shown, "is not a directory, but its path ends in a slash");
         }
         // The descriptor itself is the file; an empty name reopens it.
-        self.entry(&From { root: fd, dir: None, below: Vec::new(), name: c"".into() }, root.name, stat)
+        let from = From { root: fd, dir: None, below: Vec::new(), directory: (0, 0), name: c"".into() };
+        self.entry(&from, root.name, stat)
     }
 
     /// Sends a directory with all beneath it, which goes where `to` says.
@@ -379,9 +390,7 @@ impl Walker {
         };
         // The attributes are those of the first source that has the directory.
         if is_first {
-            let root = Arc::clone(tree.root());
-            let from = From { root, dir: Some(Arc::clone(dir)), below: Vec::new(), name: c"".into() };
-            let meta = self.meta(&from, &path, stat);
+            let meta = self.meta_of_entry(dir, &path, stat);
             self.append(&Record::Dir { path: path.clone(), meta })?;
         }
         let mut keep = KeepList { path: path.clone(), below: to.len() as u32, names: Vec::new(), bytes: 0 };
@@ -450,8 +459,8 @@ impl Walker {
                     }
                 }
                 Ok(stat) => {
-                    let from =
-                        From { root: Arc::clone(tree.root()), dir: Some(Arc::clone(dir)), below: below.to_vec(), name };
+                    let (root, below) = (Arc::clone(tree.root()), below.to_vec());
+                    let from = From { root, dir: Some(Arc::clone(dir)), below, directory: dir_id, name };
                     self.entry(&from, target, stat)?;
                 }
                 Err(Errno::NOENT) => {
@@ -555,7 +564,7 @@ impl Walker {
             if let Some(first) = self.links.get(&key) {
                 if self.params.options.update && self.verdicts.is_some() && kind == FileType::RegularFile {
                     // The file of this name there, or of the first name, may be newer.
-                    return self.offer(Candidate { from: from.clone(), path, stat, linked: true });
+                    return self.offer(Candidate { linked: true, ..Candidate::new(from.clone(), path, stat) });
                 }
                 let target = first.clone().unwrap_or_default();
                 return self.append(&Record::Link { path, target });
@@ -574,17 +583,17 @@ impl Walker {
                     self.refuse(&path, "is a file; --size applies only to devices such as /dev/zero");
                     return Ok(());
                 }
-                let candidate = Candidate { from: from.clone(), path, stat, linked: false };
+                let candidate = Candidate::new(from.clone(), path, stat);
                 if self.verdicts.is_none() {
                     return self.send_file(candidate, &[]);
                 }
                 self.offer(candidate)
             }
             FileType::Symlink => {
-                let read = from.dir().and_then(|dir| rustix::fs::readlinkat(dir, &from.name, Vec::new()));
-                match read {
+                let Some((entry, stat)) = self.look(from, &path, &stat) else { return Ok(()) };
+                match rustix::fs::readlinkat(&entry, c"", Vec::new()) {
                     Ok(target) => {
-                        let meta = self.meta(from, &path, &stat);
+                        let meta = self.meta_of_entry(&entry, &path, &stat);
                         self.append(&Record::Symlink { path, target: target.into_bytes(), meta })
                     }
                     Err(e) => {
@@ -598,12 +607,13 @@ impl Walker {
                 Ok(())
             }
             FileType::CharacterDevice if self.params.options.length.is_some() => {
-                self.send_large(Candidate { from: from.clone(), path, stat, linked: false }, &[])
+                self.send_large(Candidate::new(from.clone(), path, stat), &[])
             }
             FileType::Fifo | FileType::Socket | FileType::CharacterDevice | FileType::BlockDevice
                 if self.params.options.preserve =>
             {
-                let meta = self.meta(from, &path, &stat);
+                let Some((entry, stat)) = self.look(from, &path, &stat) else { return Ok(()) };
+                let meta = self.meta_of_entry(&entry, &path, &stat);
                 self.append(&Record::Special { path, meta, rdev: stat.st_rdev })
             }
             FileType::CharacterDevice => {
@@ -617,15 +627,53 @@ impl Walker {
         }
     }
 
-    pub(super) fn meta(&self, from: &From, path: &[u8], stat: &Stat) -> Meta {
+    /// True if a file with several names is another one than the listed one. Its other names, which became links to the path, are no names
+    /// of this one.
+    pub(super) fn forget_replaced(&mut self, listed: &Stat, found: &Stat) -> bool {
+        let key = (listed.st_dev, listed.st_ino);
+        let is_replaced = self.params.options.preserve && listed.st_nlink > 1 && key != (found.st_dev, found.st_ino);
+        if is_replaced {
+            self.links.remove(&key);
+        }
+        is_replaced
+    }
+
+    /// An entry of the type that it had when it was listed. Reports a failure.
+    fn look(&mut self, from: &From, path: &[u8], listed: &Stat) -> Option<(Arc<OwnedFd>, Stat)> {
+        let kind = FileType::from_raw_mode(listed.st_mode);
+        match from.look() {
+            Ok((_, stat)) if self.forget_replaced(listed, &stat) => self.report(path, REPLACED),
+            Ok((entry, stat)) if FileType::from_raw_mode(stat.st_mode) == kind => return Some((entry, stat)),
+            Ok(_) => self.report(path, CHANGED_TYPE),
+            Err(e) => self.report(path, unreadable(e)),
+        }
+        None
+    }
+
+    /// Attributes of an entry that [`From::look`] has found.
+    fn meta_of_entry(&self, entry: &OwnedFd, path: &[u8], stat: &Stat) -> Meta {
         let mut meta = meta_of(stat);
         if self.params.options.preserve {
-            self.add_xattrs(path, &mut meta, from.xattrs(stat));
+            self.add_xattrs(path, &mut meta, xattr::read(entry.as_fd(), c""));
         }
         meta
     }
 
-    /// As [`Walker::meta`], for an open file.
+    /// Attributes of an offered file. `None` if they have changed since: another file, with the same number even, can have its name, and
+    /// the attributes of that one would apply to the content of this one.
+    fn meta_as_offered(&self, offered: &Candidate) -> Option<Meta> {
+        let (entry, stat) = offered.from.look().ok()?;
+        let version = |stat: &Stat| (stat.st_dev, stat.st_ino, stat.st_ctime, stat.st_ctime_nsec);
+        if version(&stat) != version(&offered.stat) {
+            return None;
+        }
+        let meta = self.meta_of_entry(&entry, &offered.path, &stat);
+        let capabilities = meta.xattrs.iter().find(|(name, _)| name == xattr::CAPABILITIES.to_bytes());
+        let hash = capabilities.map_or(0, |(_, value)| capabilities_hash(value));
+        (!self.params.options.preserve || hash == offered.capabilities).then_some(meta)
+    }
+
+    /// As [`Walker::meta_of_entry`], for an open file.
     pub(super) fn meta_of_open(&self, file: &File, path: &[u8], stat: &Stat) -> Meta {
         let mut meta = meta_of(stat);
         if self.params.options.preserve {
@@ -648,7 +696,7 @@ impl Walker {
             // Not a part of an access control list.
             xattrs.retain(|(name, _)| !name.starts_with(b"system."));
             xattrs.truncate(XATTRS_MAX);
-            meta.set_partial();
+            meta.xattrs_partial = true;
         }
         meta.xattrs = xattrs;
     }
@@ -660,8 +708,8 @@ impl Walker {
     /// Adds an offer. True if a batch was sent for it.
     fn push_offer(&mut self, mut candidate: Candidate) -> bool {
         let dir = self.params.options.preserve.then(|| candidate.from.dir().ok()).flatten();
-        let capabilities =
-            dir.map_or(0, |dir| capabilities_hash(&thruway_fs::xattr::capabilities(dir.as_fd(), &candidate.from.name)));
+        candidate.capabilities =
+            dir.map_or(0, |dir| capabilities_hash(&xattr::capabilities(dir.as_fd(), &candidate.from.name)));
         // Offers wait for a round trip, and each might be in a directory of its own: descriptors are few.
         if !candidate.from.name.is_empty() {
             candidate.from.dir = None;
@@ -674,7 +722,7 @@ impl Walker {
             owner: candidate.stat.st_uid,
             group: candidate.stat.st_gid,
             mode: candidate.stat.st_mode,
-            capabilities,
+            capabilities: candidate.capabilities,
             linked: candidate.linked,
         };
         let is_full = !self.offers.has_room(&entry);
@@ -741,10 +789,10 @@ impl Walker {
                             self.again.push(Candidate { linked: false, ..candidate });
                         }
                     },
-                    Answer::Attributes => {
-                        let meta = self.meta(&candidate.from, &candidate.path, &candidate.stat);
-                        self.append(&Record::Attributes { path: candidate.path, meta })?;
-                    }
+                    Answer::Attributes => match self.meta_as_offered(&candidate) {
+                        Some(meta) => self.append(&Record::Attributes { path: candidate.path, meta })?,
+                        None => self.send_file(candidate, &[])?,
+                    },
                     Answer::Send => self.send_file(candidate, &[])?,
                     Answer::Except(ranges) => self.send_file(candidate, &ranges)?,
                 }
@@ -752,6 +800,12 @@ impl Walker {
         }
     }
 }
+
+/// What a report says of an entry whose type is not that of the listing.
+pub(super) const CHANGED_TYPE: &str = "changed its type while it was read";
+
+/// What a report says of a file with several names if another one has this name now.
+pub(super) const REPLACED: &str = "was replaced during the copy";
 
 /// Reports name entries as the destination does: this says which end has failed.
 pub(super) fn unreadable(error: impl std::fmt::Display) -> String {
