@@ -135,6 +135,18 @@ impl Acl {
         Acl(self.0.iter().map(limit).collect())
     }
 
+    /// A mode that gives nobody more rights than an entry with this mode and list. Without the list, the bits of the group would be those
+    /// of its mask, and users who are denied rights would have those of others.
+    pub fn mode_without_list(&self, mode: u32) -> u32 {
+        let of = |who| self.0.iter().find(|entry| entry.who == who).map(|entry| u32::from(entry.permissions));
+        let mask = of(Who::Mask).unwrap_or(7);
+        let is_named = |entry: &&Entry| matches!(entry.who, Who::User(_) | Who::Group(_));
+        let least = self.0.iter().filter(is_named).fold(7, |least, entry| least & u32::from(entry.permissions) & mask);
+        let group = of(Who::OwningGroup).unwrap_or(0) & mask & least;
+        let others = of(Who::Others).unwrap_or(0) & least;
+        mode & (!0o077 | group << 3 | others)
+    }
+
     /// The list without rights of the owning group.
     pub fn without_group(&self) -> Acl {
         let without = |entry: &Entry| match entry.who {
@@ -191,6 +203,20 @@ mod tests {
     use std::os::unix::fs::PermissionsExt;
 
     const ACCESS: &[u8] = b"system.posix_acl_access";
+
+    #[test]
+    fn without_its_list_nobody_has_more_rights() {
+        let entry = |who, permissions| Entry { who, permissions };
+        let of = |owning_group, more: &[Entry]| {
+            let usual = [(Who::Owner, 6), (Who::OwningGroup, owning_group), (Who::Mask, 6), (Who::Others, 4)];
+            let usual = usual.map(|(who, permissions)| entry(who, permissions));
+            Acl::new(usual.iter().chain(more).copied().collect()).unwrap().mode_without_list(0o100_664)
+        };
+        assert_eq!(of(7, &[entry(Who::User(7), 7)]), 0o100_664);
+        // The mask is no right of the group, and one user is denied.
+        assert_eq!(of(0, &[entry(Who::User(7), 7)]), 0o100_604);
+        assert_eq!(of(6, &[entry(Who::User(7), 6), entry(Who::Group(8), 0)]), 0o100_600);
+    }
 
     #[test]
     fn the_kernel_takes_and_tells_the_same_list() {

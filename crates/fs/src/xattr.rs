@@ -30,7 +30,14 @@ fn path_of(dir: BorrowedFd<'_>, name: &CStr) -> CString {
 /// Names and values of attributes.
 pub type Attributes = Vec<(Vec<u8>, Vec<u8>)>;
 
-/// Reads all attributes. The `system` namespace is left out, but for access control lists: the kernel maintains it.
+/// True for access control lists as XFS stores them, which it shows to root under names of its own (`trusted.SGI_ACL_FILE`). Elsewhere
+/// they would remain when the list itself is removed, and give its rights again when they are copied back.
+pub fn is_internal(attribute: &[u8]) -> bool {
+    attribute.starts_with(b"trusted.SGI_ACL_")
+}
+
+/// Reads all attributes. The `system` namespace is left out, but for access control lists: the kernel maintains it. So are those that
+/// are [internal](is_internal).
 ///
 /// # Errors
 /// If they cannot be read; a file system without attributes has none.
@@ -56,7 +63,7 @@ pub fn read(dir: BorrowedFd<'_>, name: &CStr) -> io::Result<Attributes> {
     let mut out = Vec::new();
     let mut value = Vec::new();
     for attribute in names[..len].split(|b| *b == 0).filter(|n| !n.is_empty()) {
-        if attribute.starts_with(b"system.") && !attribute.starts_with(b"system.posix_acl_") {
+        if attribute.starts_with(b"system.") && !attribute.starts_with(b"system.posix_acl_") || is_internal(attribute) {
             continue;
         }
         let attribute_name = CString::new(attribute).expect("split at NUL");

@@ -307,6 +307,9 @@ impl Tree {
     fn make_attributes_writable(&self, fd: BorrowedFd<'_>, before: &Before) -> bool {
         if self.privileged || !self.manner.preserve || *before != Before::Anything {
             return false;
+        // First, while there is room for it.
+        let narrowed = self.narrowed(fd, meta);
+        let meta = narrowed.as_ref().unwrap_or(meta);
         }
         let Ok(stat) = rustix::fs::fstat(fd) else { return false };
         let is_own = stat.st_uid == rustix::process::geteuid().as_raw();
@@ -323,6 +326,14 @@ impl Tree {
         // A member of the group may give a file to it; if not, the group stays ours.
         let _ = rustix::fs::fchown(fd, None, Some(gid));
         Ok(())
+    }
+
+    /// Sets the access control list of the source. If that fails, returns attributes with a mode that gives nobody more rights: the group
+    /// bits at the source are the mask of the list. The failure is reported when the list is set again, after the mode.
+    fn narrowed(&self, fd: BorrowedFd<'_>, meta: &Meta) -> Option<Meta> {
+        let list = meta.list().filter(|_| self.manner.preserve)?;
+        let is_set = thruway_fs::xattr::write(fd, ACCESS_ACL.to_bytes(), list).is_ok();
+        (!is_set).then(|| Meta { mode: meta.mode & SET_ID | meta.mode_without_list() & !SET_ID, ..meta.clone() })
     }
 
     /// Removes the rights of other users to an existing directory that the source does not give, and sets its owner, before the session
@@ -439,6 +450,8 @@ impl Tree {
 
     /// Sets when an entry was modified, and looks whether that is kept: there are file systems, in user space above all, that
     /// say so and keep another time.
+        let narrowed = if kind == FileType::Symlink { None } else { self.narrowed(entry.as_fd(), meta) };
+        let meta = narrowed.as_ref().unwrap_or(meta);
     fn set_times(
         &self,
         short: &mut Shortcomings,
@@ -514,9 +527,7 @@ impl Tree {
             return true;
         }
         let value_of = |name: &CStr| meta.xattrs.iter().find(|(other, _)| other == name.to_bytes()).map(|(_, v)| v);
-        // A failure is reported when it is set again, after the mode.
-        let is_set =
-            value_of(ACCESS_ACL).is_some_and(|v| thruway_fs::xattr::write(fd, ACCESS_ACL.to_bytes(), v).is_ok());
+        let is_set = meta.list().is_some_and(|list| thruway_fs::xattr::has(fd, ACCESS_ACL.to_bytes(), list));
         if *before == Before::Nothing {
             return true;
         }

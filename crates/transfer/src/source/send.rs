@@ -25,6 +25,9 @@ const ALIGN: u64 = 4096;
 /// Holes of files below this size are not worth a block of their own.
 const HOLE_MIN: u64 = 16 << 10;
 
+/// Bytes of access control lists for which each block has room, beside a path and a small file.
+const LISTS_MAX: usize = 4 << 10;
+
 /// The type in a mode.
 const S_IFMT: u32 = 0o170_000;
 
@@ -68,12 +71,12 @@ impl Walker {
     }
 
     /// Opens a file; `None` if that failed, or if it is no file any more, which has been told.
-    fn open(&self, c: &Candidate) -> Option<(File, Stat)> {
+    fn open(&mut self, c: &Candidate) -> Option<(File, Stat)> {
         match c.from.open() {
+            Ok((_, stat)) if self.forget_replaced(&c.stat, &stat) => self.report(&c.path, REPLACED),
             Ok((file, stat)) if stat.st_mode & S_IFMT == c.stat.st_mode & S_IFMT => return Some((file, stat)),
             Ok(_) => self.report(&c.path, CHANGED_TYPE),
             Err(e) => self.report(&c.path, unreadable(e)),
-            Ok((_, stat)) if self.forget_replaced(&c.stat, &stat) => self.report(&c.path, REPLACED),
         }
         None
     }
@@ -91,8 +94,13 @@ impl Walker {
         | Record::Special { path, meta, .. }
         | Record::Attributes { path, meta } = record
         {
-            meta.xattrs.clear();
-            meta.set_partial();
+            // An access control list is mostly short.
+            meta.drop_other_xattrs();
+            let lists = meta.xattrs.iter().map(|(name, value)| name.len() + value.len()).sum::<usize>();
+            if lists > LISTS_MAX {
+                meta.mode = meta.mode_without_list();
+                meta.xattrs.clear();
+            }
             let why = format!(
                 "its extended attributes take {} bytes, more than a block has room for, and are not kept; \
                  a larger --block-size helps",

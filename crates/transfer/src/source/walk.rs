@@ -693,8 +693,8 @@ impl Walker {
         };
         if xattrs.len() > XATTRS_MAX {
             self.tell(path, ReportKind::Incomplete, format!("more than {XATTRS_MAX} extended attributes"));
-            // Not a part of an access control list.
-            xattrs.retain(|(name, _)| !name.starts_with(b"system."));
+            // Access control lists come first, so they remain.
+            xattrs.sort_by_key(|(name, _)| !name.starts_with(b"system."));
             xattrs.truncate(XATTRS_MAX);
             meta.xattrs_partial = true;
         }

@@ -2,7 +2,8 @@
 
 use super::{Malformed, PATH_MAX};
 use serde::{Deserialize, Serialize};
-use thruway_fs::xattr::Attributes;
+use thruway_fs::acl::Acl;
+use thruway_fs::xattr::{ACCESS_ACL, Attributes};
 
 /// What a file system says of an entry.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
@@ -32,8 +33,28 @@ impl Meta {
     /// Marks the record as one without some extended attributes of the entry.
     pub(crate) fn set_partial(&mut self) {
         self.xattrs_partial = true;
-        // In an access control list, the group bits are the mask and not rights of the group.
-        self.mode &= !0o2070;
+        // Of an entry with an access control list, the group bits are the mask, and users in it can have fewer rights than others.
+        self.mode &= !0o2077;
+    }
+
+    /// Its access control list.
+    pub(crate) fn list(&self) -> Option<&[u8]> {
+        self.xattrs.iter().find(|(name, _)| name == ACCESS_ACL.to_bytes()).map(|(_, value)| &value[..])
+    }
+
+    /// Leaves only access control lists.
+    pub(crate) fn drop_other_xattrs(&mut self) {
+        self.xattrs.retain(|(name, _)| name.starts_with(b"system."));
+        self.xattrs_partial = true;
+    }
+
+    /// The mode of an entry that does not get its access control list. It gives nobody more rights.
+    pub(crate) fn mode_without_list(&self) -> u32 {
+        match self.list().map(Acl::decode) {
+            None => self.mode,
+            Some(Ok(list)) => list.mode_without_list(self.mode & !0o2000),
+            Some(Err(_)) => self.mode & !0o2077,
+        }
     }
 }
 
@@ -221,7 +242,7 @@ mod tests {
         let mut meta = Meta { mode: 0o102_674, ..Meta::default() };
         meta.set_partial();
         assert!(meta.xattrs_partial);
-        assert_eq!(meta.mode, 0o100_604);
+        assert_eq!(meta.mode, 0o100_600);
     }
 
     #[test]
