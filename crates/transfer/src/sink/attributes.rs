@@ -5,7 +5,7 @@
 
 use super::tree::Tree;
 use crate::wire::Meta;
-use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, Stat, Timespec, Timestamps};
+use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, Stat, Statx, Timespec, Timestamps};
 use std::ffi::CStr;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -83,6 +83,15 @@ pub(crate) enum Before {
     List(Arc<Acl>),
     /// Without `-p`: the entry is going to replace a file, and gets the permissions of that file together with its name.
     Replacing,
+}
+
+/// Attributes of the source's file that give rights.
+pub(super) struct Grants {
+    pub(super) owner: u32,
+    pub(super) group: u32,
+    pub(super) mode: u32,
+    /// [`capabilities_hash`](crate::wire::capabilities_hash).
+    pub(super) capabilities: u64,
 }
 
 /// An entry that cannot be opened for reading without following or waiting, and what it is.
@@ -246,6 +255,20 @@ impl Tree {
         if self.gives_owner() { uid == source } else { uid == rustix::process::geteuid().as_raw() }
     }
 
+    /// True if a file at the destination, whose content is taken for that of the source's file, may get its attributes. Another user could
+    /// have written it, and its own user could write it before it has the set-group-id bit and the capabilities, which are more than the
+    /// rights of that user: it must have these already. Root's files are trusted.
+    pub(super) fn may_get(&self, here: &Statx, capabilities: impl FnOnce() -> u64, offered: &Grants) -> bool {
+        const SET_GROUP_ID: u32 = 0o2000;
+        // Without the right of the group to execute, the bit stays when the file is written, before Linux 6.1.
+        let has_group = || u32::from(here.stx_mode) & 0o2010 == 0o2010 && here.stx_gid == offered.group;
+        let has_grants = || {
+            (offered.mode & SET_GROUP_ID == 0 || has_group())
+                && (offered.capabilities == 0 || offered.capabilities == capabilities())
+        };
+        !self.gives_owner() || (here.stx_uid == offered.owner && (here.stx_uid == 0 || has_grants()))
+    }
+
     /// True if [`Tree::apply`] would not change the owner.
     fn has_owner(&self, stat: &Stat, meta: &Meta) -> bool {
         let has_group = stat.st_gid == meta.gid || !(self.privileged || self.groups.contains(&meta.gid));
@@ -284,6 +307,9 @@ impl Tree {
             self.tell_owner(&mut short, e.into());
         }
         let mode_is_right = !self.make_attributes_writable(fd, before) && mode_is_right;
+        // First, while there is room for it.
+        let narrowed = self.narrowed(fd, meta);
+        let meta = narrowed.as_ref().unwrap_or(meta);
         let (acls, others): (Vec<_>, Vec<_>) =
             meta.xattrs.iter().filter(|_| self.manner.preserve).partition(|(name, _)| name.starts_with(b"system."));
         self.write_xattrs(&mut short, fd, &others);
@@ -302,14 +328,19 @@ impl Tree {
         short
     }
 
+    /// Sets the access control list of the source. If that fails, returns attributes with a mode that gives nobody more rights: the group
+    /// bits at the source are the mask of the list. The failure is reported when the list is set again, after the mode.
+    fn narrowed(&self, fd: BorrowedFd<'_>, meta: &Meta) -> Option<Meta> {
+        let list = meta.list().filter(|_| self.manner.preserve)?;
+        let is_set = thruway_fs::xattr::write(fd, ACCESS_ACL.to_bytes(), list).is_ok();
+        (!is_set).then(|| Meta { mode: meta.mode & SET_ID | meta.mode_without_list() & !SET_ID, ..meta.clone() })
+    }
+
     /// Makes an existing entry of this user writable, as the kernel demands for attributes `user.*`. True if the mode was changed and must be
     /// set again.
     fn make_attributes_writable(&self, fd: BorrowedFd<'_>, before: &Before) -> bool {
         if self.privileged || !self.manner.preserve || *before != Before::Anything {
             return false;
-        // First, while there is room for it.
-        let narrowed = self.narrowed(fd, meta);
-        let meta = narrowed.as_ref().unwrap_or(meta);
         }
         let Ok(stat) = rustix::fs::fstat(fd) else { return false };
         let is_own = stat.st_uid == rustix::process::geteuid().as_raw();
@@ -326,14 +357,6 @@ impl Tree {
         // A member of the group may give a file to it; if not, the group stays ours.
         let _ = rustix::fs::fchown(fd, None, Some(gid));
         Ok(())
-    }
-
-    /// Sets the access control list of the source. If that fails, returns attributes with a mode that gives nobody more rights: the group
-    /// bits at the source are the mask of the list. The failure is reported when the list is set again, after the mode.
-    fn narrowed(&self, fd: BorrowedFd<'_>, meta: &Meta) -> Option<Meta> {
-        let list = meta.list().filter(|_| self.manner.preserve)?;
-        let is_set = thruway_fs::xattr::write(fd, ACCESS_ACL.to_bytes(), list).is_ok();
-        (!is_set).then(|| Meta { mode: meta.mode & SET_ID | meta.mode_without_list() & !SET_ID, ..meta.clone() })
     }
 
     /// Removes the rights of other users to an existing directory that the source does not give, and sets its owner, before the session
@@ -427,6 +450,8 @@ impl Tree {
         {
             self.tell_owner(&mut short, e.into());
         }
+        let narrowed = if kind == FileType::Symlink { None } else { self.narrowed(entry.as_fd(), meta) };
+        let meta = narrowed.as_ref().unwrap_or(meta);
         // The umask took bits away; a link has none.
         if kind != FileType::Symlink && self.drop_others(&mut short, entry.as_fd(), meta, &Before::Inherited) {
             if let Err(e) = entry.chmod(self.mode(meta)) {
@@ -450,8 +475,6 @@ impl Tree {
 
     /// Sets when an entry was modified, and looks whether that is kept: there are file systems, in user space above all, that
     /// say so and keep another time.
-        let narrowed = if kind == FileType::Symlink { None } else { self.narrowed(entry.as_fd(), meta) };
-        let meta = narrowed.as_ref().unwrap_or(meta);
     fn set_times(
         &self,
         short: &mut Shortcomings,

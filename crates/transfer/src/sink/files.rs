@@ -461,7 +461,7 @@ impl Files {
                 let may = if ours { Ok(()) } else { self.tree.may_replace() };
                 // With all rights, another name of the file may have got its attributes in between.
                 let changed = Some(changed).filter(|_| ours || !self.tree.has_all_rights());
-                match may.and_then(|()| self.tree.refresh(&path, &meta, identity, changed)) {
+                match may.and_then(|()| self.tree.refresh(&path, &meta, identity, (ours, changed))) {
                     Ok((short, ctime)) => {
                         // Its change time is another now: without a record of that it would be sent again.
                         if let Some(journal) = self.journal.as_ref().filter(|_| ours) {

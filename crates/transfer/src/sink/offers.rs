@@ -4,6 +4,7 @@
 //! that much from the disk.
 
 use super::SessionEvent;
+use super::attributes::{Grants, Unopened};
 use super::files::{Files, Promise};
 use super::journal::{Key, Present, ResumeDecision, Version, key_of};
 use super::readback::{Checked, Readback};
@@ -96,7 +97,10 @@ impl Files {
                 }
                 // A file of another user would get the owner, the set-id bits and the further names of the source's file.
                 let is_trusted = self.tree.is_of_owner(stat.stx_uid, entry.owner);
-                if !is_newer && self.tree.gives_owner() && !(is_trusted && has_grants(&place, &stat, entry)) {
+                let OfferEntry { owner, group, mode, capabilities, .. } = *entry;
+                let grants = Grants { owner, group, mode, capabilities };
+                let may_get = || self.tree.may_get(&stat, || capabilities_of(&place, identity), &grants);
+                if !is_newer && !may_get() {
                     return Answer::Send;
                 }
                 // A newer file keeps its attributes, and so does any file without the right to replace it.
@@ -217,14 +221,10 @@ impl Files {
         Some((readback, checked))
     }
 }
-/// True if the attributes of an offered file give no working set-group-id bit and no capabilities to the one at the destination that it does
-/// not have: its owner could have put it there with another content. The file of root counts as that of the source.
-fn has_grants(place: &Place, here: &Statx, offered: &OfferEntry) -> bool {
-    const SET_GROUP_ID: u32 = 0o2000;
-    // Without the right of the group to execute, the bit stays when the file is written, before Linux 6.1.
-    let has_group = || u32::from(here.stx_mode) & 0o2010 == 0o2010 && here.stx_gid == offered.group;
-    let capabilities = || capabilities_hash(&thruway_fs::xattr::capabilities(place.dir.as_fd(), &place.name));
-    here.stx_uid == 0
-        || ((offered.mode & SET_GROUP_ID == 0 || has_group())
-            && (offered.capabilities == 0 || offered.capabilities == capabilities()))
+
+/// A hash of the file capabilities of this file; 0 if it has none, or if another one has the name.
+fn capabilities_of(place: &Place, identity: Identity) -> u64 {
+    let Ok(entry) = Unopened::look(&place.dir, &place.name) else { return 0 };
+    let is_same = Identity::of(&entry, c"").is_ok_and(|(found, _)| found == identity);
+    if is_same { capabilities_hash(&thruway_fs::xattr::capabilities(entry.as_fd(), c"")) } else { 0 }
 }

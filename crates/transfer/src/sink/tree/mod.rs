@@ -15,10 +15,10 @@ pub(crate) use entries::{check_destination, check_disk};
 pub(crate) use names::{JOURNAL_PREFIX, JOURNAL_SUFFIX, OWN_AGE_MAX_S, is_own_name, temp_name, temporary_of};
 
 use super::RootNames;
-use super::attributes::{Before, Shortcomings, Told, Trust, Unopened};
+use super::attributes::{Before, Grants, Shortcomings, Told, Trust, Unopened};
 use super::journal::{Journal, Key, key_of};
 use super::made::{Made, MadeBefore, is_local, is_new, may_be_born};
-use crate::wire::Meta;
+use crate::wire::{Meta, capabilities_hash};
 use durability::Changed;
 use identities::{Identities, States};
 use names::is_fresh_own;
@@ -36,7 +36,7 @@ use thruway_fs::beneath::{self, Links, split};
 use thruway_fs::identity::nanoseconds;
 use thruway_fs::remove::{Removed, Remover};
 use thruway_fs::writable;
-use thruway_fs::xattr::ACCESS_ACL;
+use thruway_fs::xattr::{ACCESS_ACL, CAPABILITIES};
 
 /// How a tree is written.
 #[derive(Debug, Clone)]
@@ -613,16 +613,18 @@ impl Tree {
         Ok(Shortcomings::default())
     }
 
-    /// Applies the attributes of this file, whose content is right already. Returns what fell short and the change time.
+    /// Applies the attributes of this file, whose content is right already; `ours` if this job has written it. Returns what fell short
+    /// and the change time.
     ///
     /// # Errors
-    /// Also if another file has the name, or if this one last changed at another time than `changed`.
+    /// Also if another file has the name, if this one last changed at another time than `changed`, or if it must not get the attributes
+    /// ([`Tree::may_get`]).
     pub(crate) fn refresh(
         &self,
         path: &[u8],
         meta: &Meta,
         identity: Identity,
-        changed: Option<i64>,
+        (ours, changed): (bool, Option<i64>),
     ) -> io::Result<(Shortcomings, i64)> {
         let place = self.find(path)?;
         let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
@@ -630,7 +632,12 @@ impl Tree {
             let (found, stat) = Identity::of(file, c"")?;
             let is_file = FileType::from_raw_mode(stat.stx_mode.into()).is_file();
             let is_unchanged = changed.is_none_or(|changed| changed == nanoseconds(stat.stx_ctime));
-            if !is_file || found != identity || stat.stx_size != meta.size || !is_unchanged {
+            let offered = meta.xattrs.iter().find(|(name, _)| name == CAPABILITIES.to_bytes());
+            let capabilities = offered.map_or(0, |(_, value)| capabilities_hash(value));
+            let grants = Grants { owner: meta.uid, group: meta.gid, mode: meta.mode, capabilities };
+            let here = || capabilities_hash(&thruway_fs::xattr::capabilities(file, c""));
+            let may_get = ours || self.may_get(&stat, here, &grants);
+            if !is_file || found != identity || stat.stx_size != meta.size || !is_unchanged || !may_get {
                 return Err(io::Error::other("it changed at the destination meanwhile"));
             }
             Ok(())

@@ -691,6 +691,49 @@ fn a_file_that_got_another_name_is_recorded_still() {
     assert!(matches!(judge(present()), ResumeDecision::Missing));
 }
 
+/// The content of a file that `-u` has found equal is another user's, who could write it before it has more rights than the user.
+#[test]
+fn attributes_that_give_more_rights_do_not_go_to_files_of_other_users() {
+    let dir = tempfile::tempdir().unwrap();
+    let tree = tree(dir.path());
+    let path = |name: &str| dir.path().join(name);
+    file(dir.path(), "h", 0o755);
+    std::os::unix::fs::chown(path("h"), Some(1234), Some(1234)).unwrap();
+    let (identity, stat) = Identity::of(fs::File::open(path("h")).unwrap(), c"").unwrap();
+    let plain = Meta { mode: 0o100_711, size: stat.stx_size, uid: 1234, gid: 1234, ..Meta::default() };
+    let capabilities = vec![(CAPABILITIES.to_bytes().to_vec(), [&[1, 0, 0, 2, 1 << 7], &[0; 15][..]].concat())];
+    let grants = [
+        Meta { uid: 0, ..plain.clone() },
+        Meta { gid: 0, mode: 0o102_711, ..plain.clone() },
+        Meta { xattrs: capabilities, ..plain.clone() },
+    ];
+    for meta in grants {
+        assert!(tree.refresh(b"h", &meta, identity, (false, None)).unwrap_err().to_string().contains("changed"));
+    }
+    assert_eq!(mode_of(&path("h")), 0o755);
+    tree.refresh(b"h", &plain, identity, (false, None)).unwrap();
+    assert_eq!(mode_of(&path("h")), 0o711);
+}
+
+/// A list that cannot be set leaves a mode that gives nobody more rights: its group bits are those of the mask.
+#[test]
+fn a_list_that_cannot_be_set_gives_no_rights_to_the_group() {
+    let dir = tempfile::tempdir().unwrap();
+    let tree = tree(dir.path());
+    // The kernel refuses a list without a mask.
+    let list = [2, 0, 0, 0].into_iter().chain([1, 0, 6, 0].into_iter().chain([255; 4]));
+    let refused: Vec<u8> = list.chain([2, 0, 6, 0, 77, 0, 0, 0]).collect();
+    let meta =
+        Meta { mode: 0o100_664, size: 1, xattrs: vec![(ACCESS_ACL.to_bytes().to_vec(), refused)], ..Meta::default() };
+    for (number, before) in [Before::Nothing, Before::Inherited, Before::Anything].into_iter().enumerate() {
+        let name = format!("f{number}");
+        file(dir.path(), &name, 0o600);
+        let opened = fs::File::open(dir.path().join(&name)).unwrap();
+        assert!(!tree.apply(opened.as_fd(), &meta, false, &before).is_none());
+        assert_eq!(mode_of(&dir.path().join(&name)), 0o600, "{before:?}");
+    }
+}
+
 /// A key that may only create, and an owner who replaces entries of its job while a session is open.
 #[test]
 fn rights_of_a_job_do_not_pass_to_entries_of_others() {
@@ -720,15 +763,17 @@ fn rights_of_a_job_do_not_pass_to_entries_of_others() {
     let identity = file(dir.path(), "g", 0o644);
     replace("g", 0o600);
     let meta = Meta { mode: 0o100_666, size: 1, ..Meta::default() };
-    assert!(tree.refresh(b"g", &meta, identity, None).unwrap_err().to_string().contains("changed"));
+    assert!(tree.refresh(b"g", &meta, identity, (true, None)).unwrap_err().to_string().contains("changed"));
     assert_eq!(mode_of(&path("g")), 0o600);
     // The same file, which its owner has changed since.
     let (identity, stat) = Identity::of(fs::File::open(path("g")).unwrap(), c"").unwrap();
     let meta = Meta { size: stat.stx_size, ..meta };
     let changed = nanoseconds(stat.stx_ctime);
-    assert!(tree.refresh(b"g", &meta, identity, Some(changed - 1)).unwrap_err().to_string().contains("changed"));
+    assert!(
+        tree.refresh(b"g", &meta, identity, (true, Some(changed - 1))).unwrap_err().to_string().contains("changed")
+    );
     assert_eq!(mode_of(&path("g")), 0o600);
-    tree.refresh(b"g", &meta, identity, Some(changed)).unwrap();
+    tree.refresh(b"g", &meta, identity, (true, Some(changed))).unwrap();
     // A directory without the right to write, of another user of this daemon's.
     fs::create_dir(path("d")).unwrap();
     fs::set_permissions(path("d"), fs::Permissions::from_mode(0o555)).unwrap();
