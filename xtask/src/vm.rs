@@ -257,9 +257,8 @@ fn run_test(test: &Test, guest: Guest, environment: &str, patience: u32) -> Resu
     let limit = test.limit * patience;
     let command = format!("LIMIT={limit}; {environment}; . '{}'", test.path.display());
     let begun = Instant::now();
-    let out = start(guest, &kernel(guest.backend)?, &limit.to_string(), &command)
-        .output()
-        .map_err(|e| e.to_string())?;
+    let out =
+        start(guest, &kernel(guest.backend)?, &limit.to_string(), &command).output().map_err(|e| e.to_string())?;
     let (seconds, Test { name, title, .. }) = (begun.elapsed().as_secs_f64(), test);
     let word = if out.status.success() { "ok    " } else { "FAILED" };
     let mut said = format!("    {word} {name:<28} {seconds:>5.1} s  {title}\n");

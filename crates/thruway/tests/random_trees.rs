@@ -320,7 +320,8 @@ impl Case {
             let is_planted = entry.kind == FileType::RegularFile && entry.start == PLANTED;
             let gives_owner = entry.kept.mode & 0o4000 != 0 && entry.kept.owner.0 != INTRUDER;
             let gives_group = entry.kept.mode & 0o2010 == 0o2010 && entry.kept.owner.1 != INTRUDER;
-            if is_planted && (gives_owner || gives_group)
+            let gives_more = entry.kept.attributes.contains_key(OsStr::new("security.capability"));
+            if is_planted && (gives_owner || gives_group || gives_more)
                 || intruder.made.contains(&entry.identity) && entry.kept.owner.0 != INTRUDER
             {
                 self.fail(&format!("{path:?} of the intruder has the rights of another user: {entry:?}"));
@@ -685,17 +686,25 @@ fn copy_beside_an_intruder(way: Way, seed: u64) {
         random: random.fork(),
         roots: [&case.source, &case.target].into_iter().chain(&case.second).cloned().collect(),
         outside: case.outside.clone(),
-        fixed: tree(&case.exports)
+        fixed: tree(&case.target)
             .values()
             .filter(|one| one.kind == FileType::Directory)
             .map(|one| one.identity)
+            .chain([&case.source].into_iter().chain(&case.second).filter_map(|root| identity(root)))
             .collect(),
         made: BTreeSet::new(),
         seen: BTreeSet::new(),
         log: Vec::new(),
     };
-    let secrets: Vec<_> =
-        source.iter().filter(|(_, entry)| entry.size >= 16 && !entry.is_readable_by(INTRUDER)).collect();
+    // A file that arrives in an existing directory is readable until that has its new mode, and a directory of two sources has one mode.
+    let old = tree(&case.target);
+    let is_searchable = |directory: &Path| {
+        let is_open = |tree: &Tree| tree.get(directory).is_some_and(|entry| entry.gives(INTRUDER, 1));
+        case.second.is_some() || is_open(&old) || is_open(&source)
+    };
+    let is_visible = |path: &PathBuf| source[path].gives(INTRUDER, 4) && path.ancestors().skip(1).all(is_searchable);
+    let is_secret = |entry: &Entry| entry.size >= 16 && !names_of(entry, &source).any(is_visible);
+    let secrets: Vec<_> = source.iter().filter(|(_, entry)| is_secret(entry)).collect();
     for _ in 0..random.u32(1..3) {
         let mut fault = Fault::new(&mut random, way);
         fault.call = STOPPING_CALLS;
@@ -723,8 +732,14 @@ fn copy_beside_an_intruder(way: Way, seed: u64) {
     if case.owners {
         case.check_intruder(&intruder, &secrets, &outside);
     }
-    // A file that the user cannot read, a pipe without -p, and another name that the intruder has given to an entry of the copy.
-    let reasons = ["ermission denied", "not a file, directory or link", "another entry of this copy has this name"];
+    // A file that the user cannot read, a pipe without -p, another name that the intruder has given to an entry of the copy, and an entry
+    // that both sources have.
+    let reasons = [
+        "ermission denied",
+        "not a file, directory or link",
+        "another entry of this copy has this name",
+        "another source has an entry of this name",
+    ];
     let is_refused = reasons.iter().any(|why| said.contains(why));
     if out.status.success() {
         let now = tree(&case.target);
