@@ -121,13 +121,14 @@ struct Case {
     named: bool,
     owners: bool,
     daemon: Option<Daemon>,
+    has_intruder: bool,
     /// The faults of earlier attempts, and how these ended.
     faults: Vec<String>,
 }
 
 impl Case {
-    /// `marked`: each file of the source begins with 16 bytes of its own.
-    fn new(seed: u64, way: Way, marked: bool) -> (Case, Rng) {
+    /// `has_intruder`: each file of the source begins with 16 bytes of its own.
+    fn new(seed: u64, way: Way, has_intruder: bool) -> (Case, Rng) {
         let mut random = Rng::with_seed(seed);
         let lab = Lab::new();
         fs::set_permissions(lab.dir.path(), fs::Permissions::from_mode(0o755)).unwrap();
@@ -149,7 +150,7 @@ impl Case {
             owners,
             specials: preserve,
             destination: false,
-            marked,
+            marked: has_intruder,
             files,
         };
         maker.fill(&source, 0);
@@ -210,6 +211,7 @@ impl Case {
             named,
             owners,
             daemon,
+            has_intruder,
             faults: Vec::new(),
         };
         (case, random)
@@ -500,6 +502,10 @@ impl Case {
         let is_copied = |path: &Path| source.contains_key(path) && !self.is_excluded(path);
         for (path, wanted) in source.iter().filter(|(path, _)| is_copied(path)) {
             let Some(entry) = now.get(path) else { self.fail(&format!("{path:?} is missing")) };
+            // With an inode number that was used before in the same tick of the clock, it is the same file for a later attempt.
+            if self.has_intruder && entry.start == PLANTED {
+                continue;
+            }
             let before = old.get(path);
             let is_file = |entry: &Entry| entry.kind == FileType::RegularFile;
             let same_size = |before: &&Entry| is_file(wanted) && is_file(before) && wanted.size == before.size;
