@@ -135,8 +135,8 @@ impl Acl {
         Acl(self.0.iter().map(limit).collect())
     }
 
-    /// A mode that gives nobody more rights than an entry with this mode and list. Without the list, the bits of the group would be those
-    /// of its mask, and users who are denied rights would have those of others.
+    /// Returns the mode for an entry without this list, so that no user gains rights. With the list, the group bits of `mode` are the mask,
+    /// and the list can deny rights to users that others have.
     pub fn mode_without_list(&self, mode: u32) -> u32 {
         let of = |who| self.0.iter().find(|entry| entry.who == who).map(|entry| u32::from(entry.permissions));
         let mask = of(Who::Mask).unwrap_or(7);
@@ -213,7 +213,7 @@ mod tests {
             Acl::new(usual.iter().chain(more).copied().collect()).unwrap().mode_without_list(0o100_664)
         };
         assert_eq!(of(7, &[entry(Who::User(7), 7)]), 0o100_664);
-        // The mask is no right of the group, and one user is denied.
+        // The group has no rights, although the mask has.
         assert_eq!(of(0, &[entry(Who::User(7), 7)]), 0o100_604);
         assert_eq!(of(6, &[entry(Who::User(7), 6), entry(Who::Group(8), 0)]), 0o100_600);
     }

@@ -109,7 +109,7 @@ impl Walk {
     }
 
     /// # Errors
-    /// Also if it is not in the directory `above`: the path can belong to another one since the listing, which may be private.
+    /// Also if its parent is not `above`. After the listing, a private directory can get the path of the parent.
     fn open(&self, above: Option<(u64, u64)>) -> io::Result<(Arc<OwnedFd>, Stat)> {
         let dir = beneath::open(&self.root, &self.path, OFlags::RDONLY | OFlags::DIRECTORY, Links::Never)?;
         let stat = rustix::fs::fstat(&dir)?;

@@ -30,14 +30,14 @@ fn path_of(dir: BorrowedFd<'_>, name: &CStr) -> CString {
 /// Names and values of attributes.
 pub type Attributes = Vec<(Vec<u8>, Vec<u8>)>;
 
-/// True for access control lists as XFS stores them, which it shows to root under names of its own (`trusted.SGI_ACL_FILE`). Elsewhere
-/// they would remain when the list itself is removed, and give its rights again when they are copied back.
+/// True for the form in which XFS stores access control lists. XFS shows it to root, as `trusted.SGI_ACL_FILE`. On other file systems, such
+/// a copy would remain after the removal of the list, and restore the list when it is copied back to XFS.
 pub fn is_internal(attribute: &[u8]) -> bool {
     attribute.starts_with(b"trusted.SGI_ACL_")
 }
 
-/// Reads all attributes. The `system` namespace is left out, but for access control lists: the kernel maintains it. So are those that
-/// are [internal](is_internal).
+/// Reads all attributes, without [internal](is_internal) ones. Of the `system` namespace, which the kernel maintains, it reads only access
+/// control lists.
 ///
 /// # Errors
 /// If they cannot be read; a file system without attributes has none.

@@ -502,7 +502,7 @@ impl Case {
         let is_copied = |path: &Path| source.contains_key(path) && !self.is_excluded(path);
         for (path, wanted) in source.iter().filter(|(path, _)| is_copied(path)) {
             let Some(entry) = now.get(path) else { self.fail(&format!("{path:?} is missing")) };
-            // With an inode number that was used before in the same tick of the clock, it is the same file for a later attempt.
+            // A later attempt keeps a planted file with the inode number and time of birth of the file that it replaced.
             if self.has_intruder && entry.start == PLANTED {
                 continue;
             }
@@ -702,7 +702,7 @@ fn copy_beside_an_intruder(way: Way, seed: u64) {
         seen: BTreeSet::new(),
         log: Vec::new(),
     };
-    // A file that arrives in an existing directory is readable until that has its new mode, and a directory of two sources has one mode.
+    // A file in an existing directory is readable until the directory gets its new mode. Directories of two sources have one mode.
     let old = tree(&case.target);
     let is_searchable = |directory: &Path| {
         let is_open = |tree: &Tree| tree.get(directory).is_some_and(|entry| entry.gives(INTRUDER, 1));

@@ -255,9 +255,9 @@ impl Tree {
         if self.gives_owner() { uid == source } else { uid == rustix::process::geteuid().as_raw() }
     }
 
-    /// True if a file at the destination, whose content is taken for that of the source's file, may get its attributes. Another user could
-    /// have written it, and its own user could write it before it has the set-group-id bit and the capabilities, which are more than the
-    /// rights of that user: it must have these already. Root's files are trusted.
+    /// True if an existing file may get the attributes of the source's file. Its content was not compared. Files of other owners may not.
+    /// The set-group-id bit and capabilities exceed the rights of the file's owner, who could change the content first. So the file must
+    /// have these already, or belong to root.
     pub(super) fn may_get(&self, here: &Statx, capabilities: impl FnOnce() -> u64, offered: &Grants) -> bool {
         const SET_GROUP_ID: u32 = 0o2000;
         // Without the right of the group to execute, the bit stays when the file is written, before Linux 6.1.
@@ -328,8 +328,8 @@ impl Tree {
         short
     }
 
-    /// Sets the access control list of the source. If that fails, returns attributes with a mode that gives nobody more rights: the group
-    /// bits at the source are the mask of the list. The failure is reported when the list is set again, after the mode.
+    /// Sets the access control list of the source. On failure, returns attributes with the mode for an entry without the list. The failure
+    /// is reported when the list is set again, after the mode.
     fn narrowed(&self, fd: BorrowedFd<'_>, meta: &Meta) -> Option<Meta> {
         let list = meta.list().filter(|_| self.manner.preserve)?;
         let is_set = thruway_fs::xattr::write(fd, ACCESS_ACL.to_bytes(), list).is_ok();

@@ -133,7 +133,7 @@ impl From {
     /// The directory that the name is relative to.
     ///
     /// # Errors
-    /// Also if the path belongs to another directory now. The copy of the listed one could give access to the entries of that.
+    /// Also if the path belongs to another directory now, which may be private.
     pub(super) fn dir(&self) -> io::Result<Arc<OwnedFd>> {
         match &self.dir {
             Some(dir) => Ok(Arc::clone(dir)),
@@ -627,8 +627,7 @@ impl Walker {
         }
     }
 
-    /// True if a file with several names is another one than the listed one. Its other names, which became links to the path, are no names
-    /// of this one.
+    /// True if another file has replaced a listed one that has several names. Its other names must not become links to the new file.
     pub(super) fn forget_replaced(&mut self, listed: &Stat, found: &Stat) -> bool {
         let key = (listed.st_dev, listed.st_ino);
         let is_replaced = self.params.options.preserve && listed.st_nlink > 1 && key != (found.st_dev, found.st_ino);
@@ -659,8 +658,8 @@ impl Walker {
         meta
     }
 
-    /// Attributes of an offered file. `None` if they have changed since: another file, with the same number even, can have its name, and
-    /// the attributes of that one would apply to the content of this one.
+    /// Attributes of an offered file. `None` if they have changed since. The sink would give them to the content of the offered file, but
+    /// the name can belong to another file, even one with the same inode number.
     fn meta_as_offered(&self, offered: &Candidate) -> Option<Meta> {
         let (entry, stat) = offered.from.look().ok()?;
         let version = |stat: &Stat| (stat.st_dev, stat.st_ino, stat.st_ctime, stat.st_ctime_nsec);
@@ -801,10 +800,10 @@ impl Walker {
     }
 }
 
-/// What a report says of an entry whose type is not that of the listing.
+/// Message for an entry with another type than in the listing.
 pub(super) const CHANGED_TYPE: &str = "changed its type while it was read";
 
-/// What a report says of a file with several names if another one has this name now.
+/// Message for a file with several names that another file has replaced.
 pub(super) const REPLACED: &str = "was replaced during the copy";
 
 /// Reports name entries as the destination does: this says which end has failed.

@@ -613,8 +613,7 @@ impl Tree {
         Ok(Shortcomings::default())
     }
 
-    /// Applies the attributes of this file, whose content is right already; `ours` if this job has written it. Returns what fell short
-    /// and the change time.
+    /// Applies attributes to a file with the right content. `ours`: this job has written it. Returns the shortcomings and the change time.
     ///
     /// # Errors
     /// Also if another file has the name, if this one last changed at another time than `changed`, or if it must not get the attributes

@@ -691,7 +691,7 @@ fn a_file_that_got_another_name_is_recorded_still() {
     assert!(matches!(judge(present()), ResumeDecision::Missing));
 }
 
-/// The content of a file that `-u` has found equal is another user's, who could write it before it has more rights than the user.
+/// With `-u`, another user can write to a file of the right size and time before it gets its attributes.
 #[test]
 fn attributes_that_give_more_rights_do_not_go_to_files_of_other_users() {
     let dir = tempfile::tempdir().unwrap();
@@ -715,7 +715,7 @@ fn attributes_that_give_more_rights_do_not_go_to_files_of_other_users() {
     assert_eq!(mode_of(&path("h")), 0o711);
 }
 
-/// A list that cannot be set leaves a mode that gives nobody more rights: its group bits are those of the mask.
+/// Without its access control list, a file does not give its group the rights of the mask.
 #[test]
 fn a_list_that_cannot_be_set_gives_no_rights_to_the_group() {
     let dir = tempfile::tempdir().unwrap();
