@@ -688,9 +688,13 @@ fn copy_beside_an_intruder(way: Way, seed: u64) {
     fs::set_permissions(case.outside.join("file"), fs::Permissions::from_mode(0o600)).unwrap();
     case.start_daemon();
     let (source, outside) = (case.sources(), tree(&case.outside));
+    let changes_target = random.bool();
+    let sources: Vec<_> = [&case.source].into_iter().chain(&case.second).cloned().collect();
+    let roots = [&sources[..], std::slice::from_ref(&case.target)].concat();
     let mut intruder = Intruder {
         random: random.fork(),
-        roots: [&case.source, &case.target].into_iter().chain(&case.second).cloned().collect(),
+        changed: if changes_target { roots.clone() } else { sources },
+        roots,
         outside: case.outside.clone(),
         fixed: tree(&case.target)
             .values()
@@ -702,11 +706,12 @@ fn copy_beside_an_intruder(way: Way, seed: u64) {
         seen: BTreeSet::new(),
         log: Vec::new(),
     };
-    // A file in an existing directory is readable until the directory gets its new mode. Directories of two sources have one mode.
+    // A file in an existing directory, as the intruder can make at the target, is readable until the directory gets its new mode.
+    // Directories of two sources have one mode.
     let old = tree(&case.target);
     let is_searchable = |directory: &Path| {
         let is_open = |tree: &Tree| tree.get(directory).is_some_and(|entry| entry.gives(INTRUDER, 1));
-        case.second.is_some() || is_open(&old) || is_open(&source)
+        changes_target || case.second.is_some() || is_open(&old) || is_open(&source)
     };
     let is_visible = |path: &PathBuf| source[path].gives(INTRUDER, 4) && path.ancestors().skip(1).all(is_searchable);
     let is_secret = |entry: &Entry| entry.size >= 16 && !names_of(entry, &source).any(is_visible);

@@ -19,6 +19,8 @@ pub(crate) struct Intruder {
     pub(crate) random: Rng,
     /// The trees of the copy.
     pub(crate) roots: Vec<PathBuf>,
+    /// Those with changes.
+    pub(crate) changed: Vec<PathBuf>,
     pub(crate) outside: PathBuf,
     /// Directories that existed before the copy. A copy finds these by their path, so they stay there.
     pub(crate) fixed: BTreeSet<Identity>,
@@ -40,7 +42,7 @@ impl Intruder {
     fn change(&mut self) {
         let (mut directories, mut entries) = self.look();
         // A file with names in both trees would change during its own copy.
-        let root = self.random.choice(&self.roots).unwrap();
+        let root = self.random.choice(&self.changed).unwrap();
         directories.retain(|path| path.starts_with(root));
         entries.retain(|path| path.starts_with(root));
         let Some(path) = self.random.choice(&entries).cloned() else { return };
