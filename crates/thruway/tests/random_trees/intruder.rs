@@ -8,7 +8,6 @@ use std::fs;
 use std::io::Read;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
-use thruway_fs::acl::{Acl, Entry as Right, Who};
 use thruway_fs::credentials::{Credentials, act_as};
 
 pub(crate) const INTRUDER: u32 = 1234;
@@ -19,8 +18,6 @@ pub(crate) struct Intruder {
     pub(crate) random: Rng,
     /// The trees of the copy.
     pub(crate) roots: Vec<PathBuf>,
-    /// Those with changes.
-    pub(crate) changed: Vec<PathBuf>,
     pub(crate) outside: PathBuf,
     /// Directories that existed before the copy. A copy finds these by their path, so they stay there.
     pub(crate) fixed: BTreeSet<Identity>,
@@ -33,23 +30,23 @@ pub(crate) struct Intruder {
 }
 
 impl Intruder {
-    /// Reads what the user can, and makes random changes. The system refuses some.
+    /// Reads what the user can, and makes a random change. The system refuses some.
     pub(crate) fn act(&mut self) {
         let user = Credentials { uid: INTRUDER, gid: INTRUDER, groups: Vec::new() };
-        act_as(&user, || (0..self.random.u32(1..4)).for_each(|_| self.change())).unwrap();
+        act_as(&user, || self.change()).unwrap();
     }
 
     fn change(&mut self) {
         let (mut directories, mut entries) = self.look();
         // A file with names in both trees would change during its own copy.
-        let root = self.random.choice(&self.changed).unwrap();
+        let root = self.random.choice(&self.roots).unwrap();
         directories.retain(|path| path.starts_with(root));
         entries.retain(|path| path.starts_with(root));
         let Some(path) = self.random.choice(&entries).cloned() else { return };
         let directory = self.random.choice(&directories).unwrap();
         let free = directory.join(format!("free{}", self.random.u32(..1000)));
         let other = if self.random.bool() { self.random.choice(&entries).unwrap().clone() } else { free.clone() };
-        let what = self.random.u32(..12);
+        let what = self.random.u32(..9);
         if [&path, &other].iter().any(|path| self.is_fixed(path)) {
             return;
         }
@@ -69,8 +66,6 @@ impl Intruder {
                 fs::set_permissions(&path, fs::Permissions::from_mode(0o777))?;
                 self.plant(&path.join("a"), None)
             }),
-            8 | 9 => self.plant_with_number(&path, meta.as_ref().ok()),
-            10 => self.rewrite(&path, meta.as_ref().ok()),
             _ => away()
                 .and_then(|()| Ok(rustix::fs::mknodat(CWD, &path, FileType::Fifo, Mode::from_raw_mode(0o666), 0)?)),
         };
@@ -82,30 +77,6 @@ impl Intruder {
         identity(path).is_some_and(|identity| self.fixed.contains(&identity))
     }
 
-    /// Replaces a file by one with the same inode number, if the file system gives that again.
-    fn plant_with_number(&mut self, path: &Path, as_was: Option<&fs::Metadata>) -> std::io::Result<()> {
-        let Some(was) = as_was.filter(|was| was.is_file() && was.nlink() == 1) else { return Ok(()) };
-        fs::remove_file(path)?;
-        let names: Vec<_> = (0..50).map(|number| path.with_file_name(format!("number{number}"))).collect();
-        for name in &names {
-            self.plant(name, as_was)?;
-            if fs::metadata(name)?.ino() == was.ino() {
-                break;
-            }
-        }
-        let last = names.iter().rfind(|name| name.exists()).expect("one was made");
-        fs::rename(last, path)?;
-        names.iter().for_each(|name| drop(fs::remove_file(name)));
-        Ok(())
-    }
-
-    /// Changes the content of a file in place, and keeps its size and time.
-    fn rewrite(&mut self, path: &Path, as_was: Option<&fs::Metadata>) -> std::io::Result<()> {
-        let Some(was) = as_was.filter(|was| was.is_file() && was.len() >= 16) else { return Ok(()) };
-        std::os::unix::fs::FileExt::write_all_at(&fs::OpenOptions::new().write(true).open(path)?, PLANTED, 0)?;
-        date_as(path, was)
-    }
-
     /// Makes a file with the size and time of the one that it replaces.
     fn plant(&mut self, path: &Path, as_was: Option<&fs::Metadata>) -> std::io::Result<()> {
         let size = as_was.map_or(16, fs::Metadata::len).max(16);
@@ -115,15 +86,13 @@ impl Intruder {
         let mode = *self.random.choice(&[0o666, 0o6777, 0o600]).unwrap();
         fs::set_permissions(path, fs::Permissions::from_mode(mode))?;
         rustix::fs::lsetxattr(path, "user.planted", b"1", XattrFlags::empty())?;
-        if self.random.bool() {
-            let right = |who, permissions| Right { who, permissions };
-            let all =
-                [Who::Owner, Who::User(INTRUDER), Who::OwningGroup, Who::Mask, Who::Others].map(|who| right(who, 6));
-            let list = Acl::new(all.to_vec()).unwrap();
-            rustix::fs::lsetxattr(path, "system.posix_acl_access", &list.encode(), XattrFlags::empty())?;
-        }
         self.made.extend(identity(path));
-        as_was.map_or(Ok(()), |was| date_as(path, was))
+        if let Some(was) = as_was {
+            let time = Timespec { tv_sec: was.mtime(), tv_nsec: was.mtime_nsec() };
+            let times = Timestamps { last_access: time, last_modification: time };
+            rustix::fs::utimensat(CWD, path, &times, AtFlags::SYMLINK_NOFOLLOW)?;
+        }
+        Ok(())
     }
 
     /// Reads all files that it can. Returns the directories that it can change, and their entries.
@@ -148,10 +117,4 @@ impl Intruder {
         }
         (directories, entries)
     }
-}
-
-fn date_as(path: &Path, was: &fs::Metadata) -> std::io::Result<()> {
-    let time = Timespec { tv_sec: was.mtime(), tv_nsec: was.mtime_nsec() };
-    let times = Timestamps { last_access: time, last_modification: time };
-    Ok(rustix::fs::utimensat(CWD, path, &times, AtFlags::SYMLINK_NOFOLLOW)?)
 }
