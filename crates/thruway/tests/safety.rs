@@ -122,7 +122,7 @@ fn one_unreadable_thing_stops_removal_unless_asked_otherwise() {
     let with = |extra: &[&str]| {
         let mut list: Vec<OsString> = ["-r", "--delete"].iter().chain(extra).map(OsString::from).collect();
         list.extend(args(&[&slash(&source), &target]));
-        let out = cp_with_fault(&lab, &source, fault, &list);
+        let out = cp_with_fault(&lab, &source.join("link"), fault, &list);
         assert_eq!(out.status.code(), Some(1), "{}", stderr(&out));
         stderr(&out)
     };
