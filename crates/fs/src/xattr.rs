@@ -32,11 +32,11 @@ pub type Attributes = Vec<(Vec<u8>, Vec<u8>)>;
 
 /// True for the form in which XFS stores access control lists. XFS shows it to root, as `trusted.SGI_ACL_FILE`. On other file systems, such
 /// a copy would remain after the removal of the list, and restore the list when it is copied back to XFS.
-pub fn is_internal(attribute: &[u8]) -> bool {
+fn is_internal(attribute: &[u8]) -> bool {
     attribute.starts_with(b"trusted.SGI_ACL_")
 }
 
-/// Reads all attributes, without [internal](is_internal) ones. Of the `system` namespace, which the kernel maintains, it reads only access
+/// Reads all attributes, but not the form in which XFS stores access control lists. Of the `system` namespace, which the kernel maintains, it reads only access
 /// control lists.
 ///
 /// # Errors
@@ -242,4 +242,21 @@ pub fn capabilities(dir: BorrowedFd<'_>, name: &CStr) -> Vec<u8> {
         false => rustix::fs::lgetxattr(&path, CAPABILITIES, value),
     };
     get(read).unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::fd::AsFd;
+
+    /// Needs root.
+    #[test]
+    fn the_internal_form_of_lists_is_not_read() {
+        let file = tempfile::tempfile().unwrap();
+        for name in ["trusted.SGI_ACL_FILE", "trusted.SGI_ACL_DEFAULT", "trusted.other"] {
+            write(file.as_fd(), name.as_bytes(), b"1").unwrap();
+        }
+        let expected: Attributes = vec![(b"trusted.other".to_vec(), b"1".to_vec())];
+        assert_eq!(read_open(file.as_fd()).unwrap(), expected);
+    }
 }

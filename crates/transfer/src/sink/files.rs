@@ -422,10 +422,14 @@ impl Files {
             Record::File { meta, .. } if meta.size != content.len() as u64 => {
                 self.violation(crate::wire::Malformed("size: not that of the file's content").into());
             }
-            Record::File { path, meta } => match self.small_file(&path, &meta, content, written, last_dir) {
-                Ok(file) => finished.push(file),
-                Err(e) => self.fail(&path, &e),
-            },
+            Record::File { path, meta } => {
+                // The file has changed at the source since it was offered, so its attributes do not come alone.
+                self.redeem(&path);
+                match self.small_file(&path, &meta, content, written, last_dir) {
+                    Ok(file) => finished.push(file),
+                    Err(e) => self.fail(&path, &e),
+                }
+            }
             Record::Begin { file, path, meta, resume } => {
                 let resumed = match (resume, self.redeem(&path)) {
                     (false, _) => None,
