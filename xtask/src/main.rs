@@ -21,7 +21,7 @@ cargo xtask TASK
   loom          what threads share in the fabric, in every order in which they can do it
   miri          tests of what does no input or output, under Miri (a quarter of an hour; needs a nightly toolchain)
   soak MINUTES  disks in use while the daemon is killed again and again, and programs on disks that fail, from new seeds
-  soak-copies MINUTES  random trees copied in every direction, with kills and failing system calls, from new seeds
+  soak-copies MINUTES  random trees copied in every direction, with kills and failing system calls, from new seeds; then peers that flood the daemon
   soak-sockets MINUTES  random calls on accelerated sockets, compared with TCP, and hostile peers, from new seeds
   programs      PostgreSQL, memcached, redis, nginx, HAProxy, PHP-FPM, Java, Erlang and others by `thruway run`, beside the same on TCP
   soak-nfs MINUTES  files in use by Linux's NFS clients while the server is killed again and again, in a guest, from a new seed
@@ -419,7 +419,7 @@ fn soak(minutes: &str) -> Result<(), String> {
     test("failing_disks", &[("THRUWAY_SEEDS", &format!("{first}..{}", first + minutes * 20))])
 }
 
-/// Copies of random trees, some thousand in ten minutes.
+/// Copies of random trees, some thousand in ten minutes. Then peers that send ten times as much as in the usual tests.
 fn soak_copies(minutes: &str) -> Result<(), String> {
     let minutes: u64 = minutes.parse().map_err(|e| format!("soak-copies {minutes}: {e}"))?;
     let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |now| now.as_secs());
@@ -431,7 +431,8 @@ fn soak_copies(minutes: &str) -> Result<(), String> {
         run_with(&format!("trees {range}"), "cargo", &test, &[("THRUWAY_SEEDS", &range)])?;
         first += 100;
     }
-    Ok(())
+    let floods = ["test", "--quiet", "-p", "thruway-transfer", "--test", "floods"];
+    run_with("floods", "cargo", &floods, &[("THRUWAY_FLOODS", "10")])
 }
 
 /// Alternates between two tests of accelerated sockets. The first compares random sequences of calls with the same calls on TCP, some
