@@ -121,13 +121,14 @@ struct Case {
     named: bool,
     owners: bool,
     daemon: Option<Daemon>,
+    has_intruder: bool,
     /// The faults of earlier attempts, and how these ended.
     faults: Vec<String>,
 }
 
 impl Case {
-    /// `marked`: each file of the source begins with 16 bytes of its own.
-    fn new(seed: u64, way: Way, marked: bool) -> (Case, Rng) {
+    /// `has_intruder`: each file of the source begins with 16 bytes of its own.
+    fn new(seed: u64, way: Way, has_intruder: bool) -> (Case, Rng) {
         let mut random = Rng::with_seed(seed);
         let lab = Lab::new();
         fs::set_permissions(lab.dir.path(), fs::Permissions::from_mode(0o755)).unwrap();
@@ -149,7 +150,7 @@ impl Case {
             owners,
             specials: preserve,
             destination: false,
-            marked,
+            marked: has_intruder,
             files,
         };
         maker.fill(&source, 0);
@@ -210,6 +211,7 @@ impl Case {
             named,
             owners,
             daemon,
+            has_intruder,
             faults: Vec::new(),
         };
         (case, random)
@@ -285,9 +287,10 @@ impl Case {
                         ends.recv().unwrap();
                     }
                     let thread = line.split(' ').next().unwrap();
-                    let Ok(status) = fs::read_to_string(format!("/proc/{thread}/status")) else { continue };
-                    let process =
-                        status.lines().find_map(|line| line.strip_prefix("Tgid:\t")).unwrap().parse().unwrap();
+                    // The file is empty or missing when the thread has ended.
+                    let status = fs::read_to_string(format!("/proc/{thread}/status")).unwrap_or_default();
+                    let process = status.lines().find_map(|line| line.strip_prefix("Tgid:\t"));
+                    let Some(process) = process.map(|id| id.parse().unwrap()) else { continue };
                     let _ = rustix::process::kill_process(
                         rustix::process::Pid::from_raw(process).unwrap(),
                         rustix::process::Signal::CONT,
@@ -320,7 +323,8 @@ impl Case {
             let is_planted = entry.kind == FileType::RegularFile && entry.start == PLANTED;
             let gives_owner = entry.kept.mode & 0o4000 != 0 && entry.kept.owner.0 != INTRUDER;
             let gives_group = entry.kept.mode & 0o2010 == 0o2010 && entry.kept.owner.1 != INTRUDER;
-            if is_planted && (gives_owner || gives_group)
+            let gives_more = entry.kept.attributes.contains_key(OsStr::new("security.capability"));
+            if is_planted && (gives_owner || gives_group || gives_more)
                 || intruder.made.contains(&entry.identity) && entry.kept.owner.0 != INTRUDER
             {
                 self.fail(&format!("{path:?} of the intruder has the rights of another user: {entry:?}"));
@@ -499,6 +503,10 @@ impl Case {
         let is_copied = |path: &Path| source.contains_key(path) && !self.is_excluded(path);
         for (path, wanted) in source.iter().filter(|(path, _)| is_copied(path)) {
             let Some(entry) = now.get(path) else { self.fail(&format!("{path:?} is missing")) };
+            // A later attempt keeps a planted file with the inode number and time of birth of the file that it replaced.
+            if self.has_intruder && entry.start == PLANTED {
+                continue;
+            }
             let before = old.get(path);
             let is_file = |entry: &Entry| entry.kind == FileType::RegularFile;
             let same_size = |before: &&Entry| is_file(wanted) && is_file(before) && wanted.size == before.size;
@@ -521,11 +529,11 @@ impl Case {
                 self.check_plain(now, path, wanted, before);
                 continue;
             }
-            let skipped_before = skipped;
             let skipped = skipped.filter(|_| !self.preserve).or(newer);
             let kept = &skipped.unwrap_or(wanted).kept;
-            // -u does not separate hard links of the destination: one name can get attributes by another.
-            let is_shared = skipped_before.is_some_and(|before| names_of(before, old).count() > 1);
+            // -u does not separate hard links of the destination: one name can get attributes by another, which may be removed then.
+            let is_shared = self.update
+                && old.values().any(|before| before.identity == entry.identity && names_of(before, old).count() > 1);
             if entry.kept != *kept && !is_shared {
                 self.fail(&format!("{path:?} has {:?}, not {kept:?}, old {before:?}", entry.kept));
             }
@@ -681,25 +689,47 @@ fn copy_beside_an_intruder(way: Way, seed: u64) {
     fs::set_permissions(case.outside.join("file"), fs::Permissions::from_mode(0o600)).unwrap();
     case.start_daemon();
     let (source, outside) = (case.sources(), tree(&case.outside));
+    let changes_target = random.bool();
+    let sources: Vec<_> = [&case.source].into_iter().chain(&case.second).cloned().collect();
+    let roots = [&sources[..], std::slice::from_ref(&case.target)].concat();
     let mut intruder = Intruder {
         random: random.fork(),
-        roots: [&case.source, &case.target].into_iter().chain(&case.second).cloned().collect(),
+        changed: if changes_target { roots.clone() } else { sources },
+        roots,
         outside: case.outside.clone(),
-        fixed: tree(&case.exports)
+        fixed: tree(&case.target)
             .values()
             .filter(|one| one.kind == FileType::Directory)
             .map(|one| one.identity)
+            .chain([&case.source].into_iter().chain(&case.second).filter_map(|root| identity(root)))
             .collect(),
         made: BTreeSet::new(),
         seen: BTreeSet::new(),
         log: Vec::new(),
     };
-    let secrets: Vec<_> =
-        source.iter().filter(|(_, entry)| entry.size >= 16 && !entry.is_readable_by(INTRUDER)).collect();
+    let (old, has_two) = (tree(&case.target), case.second.is_some());
+    // Directories of two sources have one mode. The intruder can make directories at the target.
+    let is_searchable = |directory: &Path| {
+        let is_open = |tree: &Tree| tree.get(directory).is_some_and(|entry| entry.gives(INTRUDER, 1));
+        changes_target || has_two || is_open(&old) || is_open(&source)
+    };
+    let is_readable = |path: &PathBuf| source[path].gives(INTRUDER, 4);
+    let is_visible = |path: &PathBuf| is_readable(path) && path.ancestors().skip(1).all(is_searchable);
+    let secrets = |target: &Tree| -> Vec<(&PathBuf, &Entry)> {
+        // A directory of the target gets the mode of the directory that the intruder has put in its place in the source, so
+        // directories protect no files of earlier copies.
+        let is_copied = |entry: &Entry| target.values().any(|copy| copy.start == entry.start);
+        let is_secret = |entry: &Entry| {
+            let mut names = names_of(entry, &source);
+            entry.size >= 16 && !if is_copied(entry) { names.any(is_readable) } else { names.any(is_visible) }
+        };
+        source.iter().filter(|(_, entry)| is_secret(entry)).collect()
+    };
     for _ in 0..random.u32(1..3) {
         let mut fault = Fault::new(&mut random, way);
         fault.call = STOPPING_CALLS;
         fault.what = format!("signal=STOP:when={}+{}", random.u32(1..40), random.u32(1..40));
+        let secrets = secrets(&tree(&case.target));
         let out = case.run_beside(fault.clone(), &mut intruder);
         case.faults.push(format!("{fault:?}, {}: {}; {:?}", out.status, stderr(&out), intruder.log.split_off(0)));
         if stderr(&out).contains("panicked") {
@@ -721,10 +751,16 @@ fn copy_beside_an_intruder(way: Way, seed: u64) {
     let out = case.run(None, &["-v"]);
     let said = stderr(&out);
     if case.owners {
-        case.check_intruder(&intruder, &secrets, &outside);
+        case.check_intruder(&intruder, &secrets(&old), &outside);
     }
-    // A file that the user cannot read, a pipe without -p, and another name that the intruder has given to an entry of the copy.
-    let reasons = ["ermission denied", "not a file, directory or link", "another entry of this copy has this name"];
+    // A file that the user cannot read, a pipe without -p, another name that the intruder has given to an entry of the copy, and an entry
+    // that both sources have.
+    let reasons = [
+        "ermission denied",
+        "not a file, directory or link",
+        "another entry of this copy has this name",
+        "another source has an entry of this name",
+    ];
     let is_refused = reasons.iter().any(|why| said.contains(why));
     if out.status.success() {
         let now = tree(&case.target);

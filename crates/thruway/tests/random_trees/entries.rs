@@ -140,9 +140,9 @@ pub(crate) fn is_within(entry: &Entry, limit: &Entry) -> bool {
 }
 
 impl Entry {
-    /// True if its own permissions let a user without groups read it.
-    pub(crate) fn is_readable_by(&self, user: u32) -> bool {
-        let gives = |who| rights(self).get(&who).is_some_and(|rights| rights & 4 != 0);
+    /// True if its own permissions give a user without groups these rights.
+    pub(crate) fn gives(&self, user: u32, wanted: u8) -> bool {
+        let gives = |who| rights(self).get(&who).is_some_and(|rights| rights & wanted == wanted);
         self.kept.owner.0 == user || gives(Who::User(user)) || gives(Who::Others)
     }
 }

@@ -5,9 +5,10 @@ use fastrand::Rng;
 use rustix::fs::{Access, AtFlags, CWD, FileType, Mode, RenameFlags, Timespec, Timestamps, XattrFlags};
 use std::collections::BTreeSet;
 use std::fs;
-use std::io::Read;
-use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
+use std::io::{Read, Write};
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt, PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
+use thruway_fs::acl::{Acl, Entry as Right, Who};
 use thruway_fs::credentials::{Credentials, act_as};
 
 pub(crate) const INTRUDER: u32 = 1234;
@@ -18,6 +19,8 @@ pub(crate) struct Intruder {
     pub(crate) random: Rng,
     /// The trees of the copy.
     pub(crate) roots: Vec<PathBuf>,
+    /// Those with changes.
+    pub(crate) changed: Vec<PathBuf>,
     pub(crate) outside: PathBuf,
     /// Directories that existed before the copy. A copy finds these by their path, so they stay there.
     pub(crate) fixed: BTreeSet<Identity>,
@@ -30,23 +33,23 @@ pub(crate) struct Intruder {
 }
 
 impl Intruder {
-    /// Reads what the user can, and makes a random change. The system refuses some.
+    /// Reads what the user can, and makes random changes. The system refuses some.
     pub(crate) fn act(&mut self) {
         let user = Credentials { uid: INTRUDER, gid: INTRUDER, groups: Vec::new() };
-        act_as(&user, || self.change()).unwrap();
+        act_as(&user, || (0..self.random.u32(1..4)).for_each(|_| self.change())).unwrap();
     }
 
     fn change(&mut self) {
         let (mut directories, mut entries) = self.look();
         // A file with names in both trees would change during its own copy.
-        let root = self.random.choice(&self.roots).unwrap();
+        let root = self.random.choice(&self.changed).unwrap();
         directories.retain(|path| path.starts_with(root));
         entries.retain(|path| path.starts_with(root));
         let Some(path) = self.random.choice(&entries).cloned() else { return };
         let directory = self.random.choice(&directories).unwrap();
         let free = directory.join(format!("free{}", self.random.u32(..1000)));
         let other = if self.random.bool() { self.random.choice(&entries).unwrap().clone() } else { free.clone() };
-        let what = self.random.u32(..9);
+        let what = self.random.u32(..12);
         if [&path, &other].iter().any(|path| self.is_fixed(path)) {
             return;
         }
@@ -66,6 +69,8 @@ impl Intruder {
                 fs::set_permissions(&path, fs::Permissions::from_mode(0o777))?;
                 self.plant(&path.join("a"), None)
             }),
+            8 | 9 => self.plant_with_number(&path, meta.as_ref().ok()),
+            10 => self.rewrite(&path, meta.as_ref().ok()),
             _ => away()
                 .and_then(|()| Ok(rustix::fs::mknodat(CWD, &path, FileType::Fifo, Mode::from_raw_mode(0o666), 0)?)),
         };
@@ -77,22 +82,48 @@ impl Intruder {
         identity(path).is_some_and(|identity| self.fixed.contains(&identity))
     }
 
+    /// Replaces a file by one with the same inode number, if the file system gives that again.
+    fn plant_with_number(&mut self, path: &Path, as_was: Option<&fs::Metadata>) -> std::io::Result<()> {
+        let Some(was) = as_was.filter(|was| was.is_file() && was.nlink() == 1) else { return Ok(()) };
+        fs::remove_file(path)?;
+        let names: Vec<_> = (0..50).map(|number| path.with_file_name(format!("number{number}"))).collect();
+        for name in &names {
+            self.plant(name, as_was)?;
+            if fs::metadata(name)?.ino() == was.ino() {
+                break;
+            }
+        }
+        let last = names.iter().rfind(|name| name.exists()).expect("one was made");
+        fs::rename(last, path)?;
+        names.iter().for_each(|name| drop(fs::remove_file(name)));
+        Ok(())
+    }
+
+    /// Changes the content of a file in place, and keeps its size and time.
+    fn rewrite(&mut self, path: &Path, as_was: Option<&fs::Metadata>) -> std::io::Result<()> {
+        let Some(was) = as_was.filter(|was| was.is_file() && was.len() >= 16) else { return Ok(()) };
+        open(fs::OpenOptions::new().write(true), path)?.write_all_at(PLANTED, 0)?;
+        date_as(path, was)
+    }
+
     /// Makes a file with the size and time of the one that it replaces.
     fn plant(&mut self, path: &Path, as_was: Option<&fs::Metadata>) -> std::io::Result<()> {
         let size = as_was.map_or(16, fs::Metadata::len).max(16);
         let mut content = PLANTED.to_vec();
         content.resize(size as usize, b'i');
-        fs::write(path, content)?;
+        open(fs::OpenOptions::new().write(true).create(true).truncate(true), path)?.write_all(&content)?;
         let mode = *self.random.choice(&[0o666, 0o6777, 0o600]).unwrap();
         fs::set_permissions(path, fs::Permissions::from_mode(mode))?;
         rustix::fs::lsetxattr(path, "user.planted", b"1", XattrFlags::empty())?;
-        self.made.extend(identity(path));
-        if let Some(was) = as_was {
-            let time = Timespec { tv_sec: was.mtime(), tv_nsec: was.mtime_nsec() };
-            let times = Timestamps { last_access: time, last_modification: time };
-            rustix::fs::utimensat(CWD, path, &times, AtFlags::SYMLINK_NOFOLLOW)?;
+        if self.random.bool() {
+            let right = |who, permissions| Right { who, permissions };
+            let all =
+                [Who::Owner, Who::User(INTRUDER), Who::OwningGroup, Who::Mask, Who::Others].map(|who| right(who, 6));
+            let list = Acl::new(all.to_vec()).unwrap();
+            rustix::fs::lsetxattr(path, "system.posix_acl_access", &list.encode(), XattrFlags::empty())?;
         }
-        Ok(())
+        self.made.extend(identity(path));
+        as_was.map_or(Ok(()), |was| date_as(path, was))
     }
 
     /// Reads all files that it can. Returns the directories that it can change, and their entries.
@@ -108,7 +139,8 @@ impl Intruder {
                     todo.push(path.clone());
                 } else if meta.is_file() {
                     let mut start = [0; 16];
-                    let read = fs::File::open(&path).and_then(|mut file| file.read_exact(&mut start));
+                    let read =
+                        open(fs::OpenOptions::new().read(true), &path).and_then(|mut file| file.read_exact(&mut start));
                     self.seen.extend(read.is_ok().then(|| start.to_vec()));
                 }
                 entries.extend(is_open.is_ok().then_some(path));
@@ -117,4 +149,15 @@ impl Intruder {
         }
         (directories, entries)
     }
+}
+
+/// Opens a file. The process that has not stopped can put a pipe in its place, which this does not wait for.
+fn open(options: &mut fs::OpenOptions, path: &Path) -> std::io::Result<fs::File> {
+    options.custom_flags(rustix::fs::OFlags::NONBLOCK.bits() as i32).open(path)
+}
+
+fn date_as(path: &Path, was: &fs::Metadata) -> std::io::Result<()> {
+    let time = Timespec { tv_sec: was.mtime(), tv_nsec: was.mtime_nsec() };
+    let times = Timestamps { last_access: time, last_modification: time };
+    Ok(rustix::fs::utimensat(CWD, path, &times, AtFlags::SYMLINK_NOFOLLOW)?)
 }

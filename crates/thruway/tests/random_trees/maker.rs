@@ -17,6 +17,9 @@ const NAMES: [&[u8]; 8] = [b"a", b"b", b"c", b"d", b"e f", b"\xff", b"[b]", b"*"
 const FILE_MODES: [u32; 7] = [0o600, 0o644, 0o755, 0o444, 0o4755, 0o2750, 0o400];
 const DIRECTORY_MODES: [u32; 5] = [0o700, 0o755, 0o500, 0o2755, 0o1777];
 
+/// The capability to set user ids, effective, in the kernel's format of revision 2 (include/uapi/linux/capability.h).
+const CAPABILITY: [u8; 20] = [1, 0, 0, 2, 1 << 7, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0];
+
 /// Makes random trees.
 pub(crate) struct Maker<'a> {
     pub(crate) random: &'a mut Rng,
@@ -118,6 +121,9 @@ impl Maker<'_> {
             }
             if self.one_in(10) {
                 set("system.posix_acl_access", &self.list(is_dir).encode());
+            }
+            if self.marked && self.owners && !is_dir && self.one_in(8) {
+                set("security.capability", &CAPABILITY);
             }
             if is_dir && self.one_in(10) {
                 set("system.posix_acl_default", &self.list(true).encode());
