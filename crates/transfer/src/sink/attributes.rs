@@ -285,7 +285,7 @@ impl Tree {
 
     /// True if these are the extended attributes that a copy with `-p` would give the entry.
     pub(super) fn has_extended_attributes(&self, here: &Attributes, meta: &Meta) -> bool {
-        let is_at_source = |name: &Vec<u8>| meta.xattrs_partial || meta.xattrs.iter().any(|(other, _)| other == name);
+        let is_at_source = |name: &Vec<u8>| !meta.has_all(name) || meta.xattrs.iter().any(|(other, _)| other == name);
         let mut compared = here.iter().filter(|(name, _)| self.is_compared(name));
         meta.xattrs.iter().all(|one| here.contains(one)) && compared.all(|(name, _)| is_at_source(name))
     }
@@ -362,12 +362,21 @@ impl Tree {
     /// Removes the rights of other users to an existing directory that the source does not give, and sets its owner, before the session
     /// makes entries in it. Other attributes, and reports of failures, come at the end.
     pub(super) fn narrow(&self, dir: BorrowedFd<'_>, meta: &Meta) {
+        self.narrow_rights(dir, meta);
+        let is_given = self.keeps_owner() && rustix::fs::fstat(dir).is_ok_and(|stat| !self.has_owner(&stat, meta));
+        if is_given {
+            let _ = self.give(dir, meta);
+            // The former owner could change the rights until then.
+            self.narrow_rights(dir, meta);
+        }
+    }
+
+    fn narrow_rights(&self, dir: BorrowedFd<'_>, meta: &Meta) {
         let Ok(stat) = rustix::fs::fstat(dir) else { return };
-        let list = meta.xattrs.iter().find(|(name, _)| name == ACCESS_ACL.to_bytes());
         let has_list = thruway_fs::xattr::has_access_acl(dir);
-        let is_list_right = match list {
-            Some((name, value)) => thruway_fs::xattr::has(dir, name, value),
-            None => !has_list || meta.xattrs_partial,
+        let is_list_right = match meta.list() {
+            Some(list) => thruway_fs::xattr::has(dir, ACCESS_ACL.to_bytes(), list),
+            None => !has_list || !meta.has_all(ACCESS_ACL.to_bytes()),
         };
         let (now, wanted) = (stat.st_mode & 0o7777, self.mode(meta));
         // Where the lists differ, the bits of the group are not the rights of the group.
@@ -377,9 +386,6 @@ impl Tree {
             let _ = thruway_fs::xattr::replace_acl(dir, mode);
         } else if mode != now {
             let _ = rustix::fs::fchmod(dir, Mode::from_raw_mode(mode));
-        }
-        if self.keeps_owner() && !self.has_owner(&stat, meta) {
-            let _ = self.give(dir, meta);
         }
     }
 
@@ -565,7 +571,7 @@ impl Tree {
         for name in names {
             let is_list = *name == *ACCESS_ACL;
             let is_wanted = if is_list { is_set } else { value_of(&name).is_some() };
-            let is_unknown = meta.xattrs_partial && *before == Before::Anything;
+            let is_unknown = !meta.has_all(name.to_bytes()) && *before == Before::Anything;
             if is_wanted || is_unknown || !self.is_compared(name.to_bytes()) {
                 continue;
             }

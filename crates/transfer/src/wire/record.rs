@@ -42,6 +42,13 @@ impl Meta {
         self.xattrs.iter().find(|(name, _)| name == ACCESS_ACL.to_bytes()).map(|(_, value)| &value[..])
     }
 
+    /// True if the record would have an attribute of this name if the source has it. Access control lists are the last that are left out.
+    /// [`Meta::set_partial`] leaves no rights to others.
+    pub(crate) fn has_all(&self, name: &[u8]) -> bool {
+        let has_lists = !self.xattrs.is_empty() || self.mode & 0o2077 != 0;
+        !self.xattrs_partial || has_lists && name.starts_with(b"system.")
+    }
+
     /// Leaves only access control lists.
     pub(crate) fn drop_other_xattrs(&mut self) {
         self.xattrs.retain(|(name, _)| name.starts_with(b"system."));

@@ -3,6 +3,7 @@ use crate::sink::journal::{Present, ResumeDecision, Version};
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 use std::path::Path;
+use thruway_fs::acl::Who;
 
 static NEVER: AtomicBool = AtomicBool::new(false);
 
@@ -731,6 +732,66 @@ fn a_list_that_cannot_be_set_gives_no_rights_to_the_group() {
         let opened = fs::File::open(dir.path().join(&name)).unwrap();
         assert!(!tree.apply(opened.as_fd(), &meta, false, &before).is_none());
         assert_eq!(mode_of(&dir.path().join(&name)), 0o600, "{before:?}");
+    }
+}
+
+/// The owner sets the mode again and again until the directory belongs to the user of the source.
+#[test]
+fn the_owner_of_an_existing_directory_cannot_keep_its_rights() {
+    let dir = tempfile::tempdir().unwrap();
+    fs::set_permissions(dir.path(), fs::Permissions::from_mode(0o755)).unwrap();
+    let (tree, path) = (tree(dir.path()), dir.path().join("d"));
+    fs::create_dir(&path).unwrap();
+    let is_over = AtomicBool::new(false);
+    let owner = thruway_fs::credentials::Credentials { uid: 1234, gid: 1234, groups: Vec::new() };
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let open = || fs::set_permissions(&path, fs::Permissions::from_mode(0o777));
+            let until_over = || {
+                while !is_over.load(Ordering::SeqCst) {
+                    drop(open())
+                }
+            };
+            thruway_fs::credentials::act_as(&owner, until_over).unwrap();
+        });
+        let mut modes = Vec::new();
+        for _ in 0..500 {
+            std::os::unix::fs::chown(&path, Some(1234), Some(1234)).unwrap();
+            fs::set_permissions(&path, fs::Permissions::from_mode(0o777)).unwrap();
+            tree.narrow(fs::File::open(&path).unwrap().as_fd(), &Meta { mode: 0o700, ..Meta::default() });
+            modes.push(mode_of(&path));
+        }
+        is_over.store(true, Ordering::SeqCst);
+        assert!(modes.iter().all(|mode| *mode == 0o700), "{modes:?}");
+    });
+}
+
+/// A record has the access control lists of its entry even if it leaves out other attributes, except if they could not be read.
+#[test]
+fn lists_that_the_source_does_not_have_are_removed() {
+    let dir = tempfile::tempdir().unwrap();
+    let (tree, path) = (tree(dir.path()), dir.path().join("d"));
+    let user = vec![(b"user.a".to_vec(), b"1".to_vec())];
+    let known = Meta { mode: 0o770, xattrs: user, xattrs_partial: true, ..Meta::default() };
+    let mut unknown = Meta { mode: 0o770, ..Meta::default() };
+    unknown.set_partial();
+    for (meta, wanted) in [(known, [(false, 0o770); 2]), (unknown, [(true, 0o700); 2])] {
+        for (with_narrow, (has_list, mode)) in [true, false].into_iter().zip(wanted) {
+            fs::create_dir(&path).unwrap();
+            let list = thruway_fs::acl::Acl::new(
+                [(Who::Owner, 7), (Who::User(1234), 7), (Who::OwningGroup, 7), (Who::Mask, 0), (Who::Others, 0)]
+                    .map(|(who, permissions)| thruway_fs::acl::Entry { who, permissions })
+                    .to_vec(),
+            );
+            let opened = fs::File::open(&path).unwrap();
+            thruway_fs::xattr::write(opened.as_fd(), ACCESS_ACL.to_bytes(), &list.unwrap().encode()).unwrap();
+            if with_narrow {
+                tree.narrow(opened.as_fd(), &meta);
+            }
+            tree.apply(opened.as_fd(), &meta, false, &Before::Anything);
+            assert_eq!((thruway_fs::xattr::has_access_acl(opened.as_fd()), mode_of(&path)), (has_list, mode));
+            fs::remove_dir(&path).unwrap();
+        }
     }
 }
 
