@@ -44,6 +44,8 @@ const SUBMIT: usize = 256;
 
 /// Records that a source has been asked for and not sent yet. One that sends what it is asked for comes nowhere near.
 const PROMISES_MAX: usize = 1 << 18;
+/// Longest wait for the source to send what it may. Files that are offered then are sent as a whole.
+const PROMISES_PATIENCE: Duration = Duration::from_secs(10);
 
 /// Digest of a block's payload; zeroes where nothing is verified.
 pub(super) type Digest = [u8; DIGEST_LEN];
@@ -70,7 +72,7 @@ pub(super) struct Files {
     /// Files that are being written or wait to be put in place.
     pub(super) in_flight: Mutex<HashSet<Key>>,
     /// What the source may do because an offer of this session was answered so.
-    pub(super) promised: Mutex<HashMap<Key, Promise>>,
+    pub(super) promised: Mutex<Promised>,
     /// Rung when there are fewer, or the session is over.
     pub(super) redeemed: Condvar,
     /// Reports of failures that have not been sent.
@@ -110,6 +112,19 @@ pub(super) struct LargeFile {
     /// the network is at fault.
     suspect: Mutex<Option<u32>>,
     written: AtomicU32,
+}
+
+/// What the source may send once.
+pub(super) struct Promised {
+    all: HashMap<Key, Promise>,
+    /// It has sent some of that lately.
+    redeems_some: bool,
+}
+
+impl Default for Promised {
+    fn default() -> Promised {
+        Promised { all: HashMap::new(), redeems_some: true }
+    }
 }
 
 /// What was answered to an offer, and is good for one record.
@@ -304,24 +319,29 @@ impl Pack {
 
 impl Files {
     /// Gives the source leave to send a record that needs it; where it has too much of that already, when it has sent
-    /// some of them. False if the session is over.
+    /// some of them. False if the session is over, or the source sends none.
     pub(super) fn promise(&self, key: Key, promise: Promise) -> bool {
         if self.params.options.dry_run {
             return true;
         }
-        let full =
-            |promised: &mut HashMap<Key, Promise>| promised.len() >= PROMISES_MAX && !self.over.load(Ordering::SeqCst);
+        let is_over = || self.over.load(Ordering::SeqCst);
+        let full = |promised: &mut Promised| promised.all.len() >= PROMISES_MAX && promised.redeems_some && !is_over();
         let promised = self.promised.lock().expect("no panics under the lock");
-        let mut promised = self.redeemed.wait_while(promised, full).expect("no panics under the lock");
-        if self.over.load(Ordering::SeqCst) {
+        let waited = self.redeemed.wait_timeout_while(promised, PROMISES_PATIENCE, full);
+        let (mut promised, waited) = waited.expect("no panics under the lock");
+        promised.redeems_some &= !waited.timed_out();
+        if is_over() || promised.all.len() >= PROMISES_MAX {
             return false;
         }
-        promised.insert(key, promise);
+        promised.all.insert(key, promise);
         true
     }
 
-    fn redeem(&self, path: &[u8]) -> Option<Promise> {
-        let promise = self.promised.lock().expect("no panics under the lock").remove(&key_of(path));
+    /// Takes back the leave for this path.
+    pub(super) fn redeem(&self, path: &[u8]) -> Option<Promise> {
+        let mut promised = self.promised.lock().expect("no panics under the lock");
+        let promise = promised.all.remove(&key_of(path));
+        promised.redeems_some |= promise.is_some();
         self.redeemed.notify_one();
         promise
     }

@@ -563,6 +563,10 @@ impl Sink<'_> {
                 if taken { Ok(()) } else { Err(LinkError::Unexpected("number of offers").into()) }
             }
             Heard::Report(report) => {
+                if !matches!(report.kind, ReportKind::Item | ReportKind::Incomplete) {
+                    // Nothing of the entry will come.
+                    self.files.redeem(&report.path);
+                }
                 match report.kind {
                     // Only a sink reports items.
                     ReportKind::Item => return Ok(()),
