@@ -1,6 +1,6 @@
 //! Which file is which.
 
-use rustix::fs::{AtFlags, Statx, StatxFlags};
+use rustix::fs::{AtFlags, Stat, Statx, StatxFlags};
 use std::ffi::CStr;
 use std::io;
 use std::os::fd::AsFd;
@@ -13,6 +13,32 @@ pub struct Identity {
     pub inode: u64,
     /// When the file was made, in nanoseconds since 1970; 0 where that is not known.
     pub born: i64,
+}
+
+/// A directory that is opened by its path again and again.
+///
+/// Overlays and network file systems can give an unused directory another inode number. So a directory with another number is the same
+/// if all its attributes are the same: nobody can choose the time of the last change of attributes.
+#[derive(Debug, Clone, Copy)]
+pub struct Directory(Stat);
+
+impl Directory {
+    /// The directory with these attributes.
+    pub fn new(stat: &Stat) -> Directory {
+        Directory(*stat)
+    }
+
+    /// Its device and inode number.
+    pub fn id(&self) -> (u64, u64) {
+        (self.0.st_dev, self.0.st_ino)
+    }
+
+    /// True for attributes of the same directory.
+    pub fn is(&self, found: &Stat) -> bool {
+        let times = |s: &Stat| (s.st_mtime, s.st_mtime_nsec, s.st_ctime, s.st_ctime_nsec);
+        let attributes = |s: &Stat| (s.st_dev, s.st_mode, s.st_uid, s.st_gid, s.st_nlink, s.st_size, times(s));
+        self.id() == (found.st_dev, found.st_ino) || attributes(&self.0) == attributes(found)
+    }
 }
 
 /// Nanoseconds of a file time.
@@ -46,5 +72,29 @@ impl Identity {
         let known = stat.stx_mask & StatxFlags::BTIME.bits() != 0;
         let born = if known { nanoseconds(stat.stx_btime) } else { 0 };
         Ok((Identity { inode: stat.stx_ino, born }, stat))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_directory_with_another_number_is_the_same_if_nothing_else_changed() {
+        let dir = tempfile::tempdir().unwrap();
+        let stat = rustix::fs::stat(dir.path()).unwrap();
+        let directory = Directory::new(&stat);
+        let mut renumbered = stat;
+        renumbered.st_ino += 1;
+        assert!(directory.is(&renumbered));
+        for change in [|s: &mut Stat| s.st_ctime_nsec ^= 1, |s: &mut Stat| s.st_mode ^= 1, |s: &mut Stat| s.st_dev += 1]
+        {
+            let mut other = renumbered;
+            change(&mut other);
+            assert!(!directory.is(&other));
+        }
+        let mut changed = stat;
+        changed.st_ctime_nsec ^= 1;
+        assert!(directory.is(&changed));
     }
 }

@@ -4,6 +4,7 @@
 //! walk stores the names of directories that it has not visited, in a temporary file if they exceed 1 MiB.
 
 use crate::beneath::{self, Links};
+use crate::identity::Directory;
 use crate::spool::Spool;
 use rustix::fs::{AtFlags, OFlags, Stat};
 use rustix::io::Errno;
@@ -30,8 +31,8 @@ pub struct Walk {
 /// A directory whose subdirectories are being visited.
 struct Level {
     path_len: usize,
-    /// Device and number. `None` if it could not be opened.
-    directory: Option<(u64, u64)>,
+    /// `None` if it could not be opened.
+    directory: Option<Directory>,
     /// Positions in [`Walk::names`]: its first name, the next name to visit, and the end of its names.
     first: u64,
     next: u64,
@@ -103,18 +104,18 @@ impl Walk {
     fn enter(&mut self) -> Visit {
         let (end, above) = (self.names.len(), self.levels.last().and_then(|level| level.directory));
         let dir = self.open(above);
-        let directory = dir.as_ref().ok().map(|(_, stat)| (stat.st_dev, stat.st_ino));
+        let directory = dir.as_ref().ok().map(|(_, stat)| Directory::new(stat));
         self.levels.push(Level { path_len: self.path.len(), directory, first: end, next: end, end });
         Visit { below: self.path.clone(), dir }
     }
 
     /// # Errors
     /// Also if its parent is not `above`. After the listing, a private directory can get the path of the parent.
-    fn open(&self, above: Option<(u64, u64)>) -> io::Result<(Arc<OwnedFd>, Stat)> {
+    fn open(&self, above: Option<Directory>) -> io::Result<(Arc<OwnedFd>, Stat)> {
         let dir = beneath::open(&self.root, &self.path, OFlags::RDONLY | OFlags::DIRECTORY, Links::Never)?;
         let stat = rustix::fs::fstat(&dir)?;
         match above.map(|above| (above, rustix::fs::statat(&dir, c"..", AtFlags::empty()))) {
-            Some((above, Ok(found))) if (found.st_dev, found.st_ino) != above => {
+            Some((above, Ok(found))) if !above.is(&found) => {
                 Err(io::Error::other("another directory has the path of the one above it now"))
             }
             // Without the right to search it, its entries cannot be read either.

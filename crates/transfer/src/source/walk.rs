@@ -27,6 +27,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::Receiver;
 use std::time::Duration;
 use thruway_fs::beneath::{self, Links, join};
+use thruway_fs::identity::Directory;
 use thruway_fs::listing;
 use thruway_fs::walk::{self, Visit};
 use thruway_fs::xattr;
@@ -122,9 +123,9 @@ pub(super) struct From {
     root: Arc<OwnedFd>,
     /// Its directory, while that is open; opened again by `below` if not.
     dir: Option<Arc<OwnedFd>>,
-    /// Path of its directory below the root, and the device and number of that.
+    /// Path of its directory below the root.
     below: Vec<u8>,
-    directory: (u64, u64),
+    directory: Directory,
     /// Its name there; empty for the directory itself, or the root.
     name: CString,
 }
@@ -141,7 +142,7 @@ impl From {
             None => {
                 let dir = beneath::open(&self.root, &self.below, OFlags::PATH | OFlags::DIRECTORY, Links::Never)?;
                 let stat = rustix::fs::fstat(&dir)?;
-                if (stat.st_dev, stat.st_ino) != self.directory {
+                if !self.directory.is(&stat) {
                     return Err(io::Error::other("another directory has its path now"));
                 }
                 Ok(Arc::new(dir))
@@ -358,7 +359,8 @@ impl Walker {
             return self.refuse_source(&shown, "is not a directory, but its path ends in a slash");
         }
         // The descriptor itself is the file; an empty name reopens it.
-        let from = From { root: fd, dir: None, below: Vec::new(), directory: (0, 0), name: c"".into() };
+        let directory = Directory::new(&stat);
+        let from = From { root: fd, dir: None, below: Vec::new(), directory, name: c"".into() };
         self.entry(&from, root.name, stat)
     }
 
@@ -394,7 +396,7 @@ impl Walker {
             self.append(&Record::Dir { path: path.clone(), meta })?;
         }
         let mut keep = KeepList { path: path.clone(), below: to.len() as u32, names: Vec::new(), bytes: 0 };
-        let listed = self.list(tree, (dir, (stat.st_dev, stat.st_ino)), (to, below), &mut keep)?;
+        let listed = self.list(tree, (dir, Directory::new(stat)), (to, below), &mut keep)?;
         if self.params.options.delete {
             let end = if listed { KeepEnd::Complete } else { KeepEnd::Incomplete };
             self.append(&keep.take(end))?;
@@ -406,7 +408,7 @@ impl Walker {
     fn list(
         &mut self,
         tree: &mut walk::Walk,
-        (dir, dir_id): (&Arc<OwnedFd>, (u64, u64)),
+        (dir, directory): (&Arc<OwnedFd>, Directory),
         (to, below): (&[u8], &[u8]),
         keep: &mut KeepList,
     ) -> Walk<bool> {
@@ -450,7 +452,7 @@ impl Walker {
                     let most = crate::wire::PATH_MAX;
                     self.tell(&target, ReportKind::NotListed, format!("the path is longer than {most} bytes"));
                 }
-                Ok(stat) if self.is_destination(dir_id, name.to_bytes(), &stat) => {
+                Ok(stat) if self.is_destination(directory.id(), name.to_bytes(), &stat) => {
                     self.refuse(&target, "is where this copy goes; it is not copied into itself");
                 }
                 Ok(stat) if FileType::from_raw_mode(stat.st_mode) == FileType::Directory => {
@@ -460,7 +462,7 @@ impl Walker {
                 }
                 Ok(stat) => {
                     let (root, below) = (Arc::clone(tree.root()), below.to_vec());
-                    let from = From { root, dir: Some(Arc::clone(dir)), below, directory: dir_id, name };
+                    let from = From { root, dir: Some(Arc::clone(dir)), below, directory, name };
                     self.entry(&from, target, stat)?;
                 }
                 Err(Errno::NOENT) => {
