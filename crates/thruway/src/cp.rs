@@ -2,6 +2,7 @@
 
 use crate::endpoint::{Endpoint, tidy};
 use crate::keys;
+use crate::lines::{Lines, Stream};
 use crate::output::{Display, ProgressMode};
 use crate::remote::{Provider, daemon, hint_of_daemon};
 use crate::ssh;
@@ -14,10 +15,10 @@ use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
-use thruway_cli::{Common, Failed, print, units};
+use thruway_cli::{Common, Failed, units};
 use thruway_engine::digest::Algorithm;
 use thruway_engine::limits;
 use thruway_engine::stage::StageStats;
@@ -330,7 +331,16 @@ fn copy(args: &CpArgs, common: &Common, sources: &[Given<'_>], target: &Given<'_
     let (json, items) = (common.json, Arc::new(Mutex::new(Vec::new())));
     let itemized = Arc::clone(&items);
     let resume = resumption(args, &job);
-    let (unwritten, moved, dry_run) = (AtomicBool::new(false), Arc::clone(&progress), args.dry_run);
+    let (moved, dry_run) = (Arc::clone(&progress), args.dry_run);
+    let on_failure = move |error: &std::io::Error| {
+        let failed = match dry_run {
+            true => Failed::output(error),
+            false => Failed::operation("cp", format!("standard output: {error}; {}", stopped(resume, &moved))),
+        };
+        std::process::exit(failed as i32);
+    };
+    let lines = Arc::new(Lines::start(on_failure).map_err(|e| format!("starting a thread: {e}"))?);
+    let shown = Arc::clone(&lines);
     let (itemize, room) = (job.options.itemize, AtomicUsize::new(ITEMS_MAX));
     let on_report: OnReport = Arc::new(move |report| {
         if report.kind == ReportKind::Item {
@@ -340,7 +350,7 @@ fn copy(args: &CpArgs, common: &Common, sources: &[Given<'_>], target: &Given<'_
             let has_room = || {
                 let left = room.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |left| left.checked_sub(len));
                 if left.is_err() && room.swap(0, Ordering::SeqCst) > 0 {
-                    thruway_cli::say_error!("thruway cp: more than 256 MiB of items; the rest of them is left out");
+                    shown.push(Stream::Error, "thruway cp: more than 256 MiB of items; the rest of them is left out");
                 }
                 left.is_ok()
             };
@@ -351,20 +361,7 @@ fn copy(args: &CpArgs, common: &Common, sources: &[Given<'_>], target: &Given<'_
             match json {
                 true => itemized.lock().expect("no panics under the lock").push(Item { path, reason }),
                 false if quiet => {}
-                false => {
-                    if let Err(error) = print::try_say(format_args!("{reason:<15} {path}"))
-                        && !unwritten.swap(true, Ordering::SeqCst)
-                    {
-                        let failed = match dry_run {
-                            true => Failed::output(&error),
-                            false => Failed::operation(
-                                "cp",
-                                format!("standard output: {error}; {}", stopped(resume, &moved)),
-                            ),
-                        };
-                        std::process::exit(failed as i32);
-                    }
-                }
+                false => shown.push(Stream::Output, &format!("{reason:<15} {path}")),
             }
             return;
         }
@@ -388,9 +385,9 @@ fn copy(args: &CpArgs, common: &Common, sources: &[Given<'_>], target: &Given<'_
             _ => path,
         };
         if path.is_empty() {
-            thruway_cli::say_error!("thruway cp: {message}");
+            shown.push(Stream::Error, &format!("thruway cp: {message}"));
         } else {
-            thruway_cli::say_error!("thruway cp: {path}: {message}");
+            shown.push(Stream::Error, &format!("thruway cp: {path}: {message}"));
         }
     });
     if let Err(error) = report_interruption(resume, &progress) {
@@ -428,6 +425,7 @@ fn copy(args: &CpArgs, common: &Common, sources: &[Given<'_>], target: &Given<'_
     let result = client::run(&job, pipelines.pick(), &progress, &on_report, reach);
     display.stop();
     drop(peer);
+    lines.finish();
     let finished = result.map_err(|e| {
         let why = e.to_string();
         // A refusal will come again.

@@ -10,6 +10,7 @@ mod demo;
 mod directories;
 mod endpoint;
 mod keys;
+mod lines;
 mod log;
 mod ls;
 mod output;

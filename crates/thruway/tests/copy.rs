@@ -1034,6 +1034,36 @@ fn a_dry_run_lists_thousands_of_items_over_every_transport() {
     }
 }
 
+/// A pager that has shown its first page does not read on.
+#[test]
+fn a_copy_does_not_wait_for_the_reader_of_its_lines() {
+    let lab = Lab::new();
+    let (served, here) = (lab.mkdir("served"), lab.mkdir("here"));
+    let name = |number: u32| format!("{number:0200}");
+    for number in 0..6_000 {
+        fs::write(served.join(name(number)), "").unwrap();
+    }
+    let daemon = lab.serve(&served);
+    let mut command = thruway(lab.dir.path());
+    command.args(args(&[&"cp", &"-rv", &daemon.url("e/"), &here])).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let child = command.spawn().unwrap();
+    let deadline = Instant::now() + Duration::from_secs(60);
+    let is_named = |entry: &fs::DirEntry| !entry.file_name().as_encoded_bytes().starts_with(b".");
+    let is_complete = || fs::read_dir(&here).unwrap().map(Result::unwrap).filter(is_named).count() == 6_000;
+    while !is_complete() {
+        assert!(Instant::now() < deadline, "the copy waits");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    let out = child.wait_with_output().unwrap();
+    assert!(out.status.success() && !stderr(&out).contains("error"), "{}", stderr(&out));
+    let text = String::from_utf8(out.stdout).unwrap();
+    let mut lines: Vec<&str> = text.lines().filter_map(|line| line.strip_prefix("new ")).map(str::trim).collect();
+    lines.sort_unstable();
+    let wanted: Vec<String> = (0..6_000).map(name).collect();
+    assert_eq!(lines.len(), 6_000);
+    assert!(lines.iter().eq(wanted.iter()));
+}
+
 #[test]
 fn a_directory_of_several_sources_has_the_attributes_of_the_first() {
     let lab = Lab::new();
