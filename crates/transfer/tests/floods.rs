@@ -26,7 +26,7 @@ const GROWTH: u64 = 16 << 20;
 /// Descriptors that a session may add.
 const DESCRIPTORS: usize = 64;
 
-/// What a peer sends: each call makes another one.
+/// Makes the messages of a peer, each with a number.
 enum Flood {
     Controls(fn(u64) -> Control),
     Records(fn(u64) -> Record),

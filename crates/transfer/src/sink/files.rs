@@ -44,7 +44,7 @@ const SUBMIT: usize = 256;
 
 /// Records that a source has been asked for and not sent yet. One that sends what it is asked for comes nowhere near.
 const PROMISES_MAX: usize = 1 << 18;
-/// Longest wait for the source to send what it may. Files that are offered then are sent as a whole.
+/// Longest wait for the source to use its leave. Files that it offers afterwards are sent as a whole.
 const PROMISES_PATIENCE: Duration = Duration::from_secs(10);
 
 /// Digest of a block's payload; zeroes where nothing is verified.
@@ -114,7 +114,7 @@ pub(super) struct LargeFile {
     written: AtomicU32,
 }
 
-/// What the source may send once.
+/// Leave to send records, each for one record.
 pub(super) struct Promised {
     all: HashMap<Key, Promise>,
     /// It has sent some of that lately.

@@ -53,7 +53,7 @@ impl Served {
         (Link::connect(device, Transport::Tcp, &call).unwrap().0, token)
     }
 
-    /// What the daemon answers to a request for a session.
+    /// The daemon's answer to a request for a session.
     pub(crate) fn ask(&self, key: &KeyPair) -> (Link, Token, Result<Control, LinkError>) {
         self.ask_for(key, request())
     }
@@ -142,7 +142,7 @@ impl Liar {
         self.link.send(&Control::FileEnd { file, blocks, status: FileStatus::Unchanged }).unwrap();
     }
 
-    /// Waits until the daemon has ended the session, and returns what it said.
+    /// Waits until the daemon has ended the session, and returns its reason.
     pub(crate) fn ended(&mut self) -> String {
         support::ended(&mut self.link)
     }
