@@ -4,7 +4,7 @@
 mod peer;
 mod support;
 
-use peer::{BLOCK, keys, request};
+use peer::{BLOCK, Liar, keys, request};
 use std::io::Write;
 use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
@@ -77,44 +77,71 @@ fn contradictions_end_the_session() {
     assert_eq!(lab.files("report"), Vec::<PathBuf>::new());
 }
 
+/// A session for a source with a file that is up to date, after the daemon has asked for its attributes. Returns these.
+fn session_with_offer(lab: &Served, key: &KeyPair) -> (Liar, Meta) {
+    std::fs::write(lab.dir.path().join("report"), "x").unwrap();
+    let options = TreeOptions { recursive: true, preserve: true, update: true, ..TreeOptions::default() };
+    let mut liar = lab.session_for(key, SessionRequest { offers: true, options, ..request() });
+    let meta = std::fs::metadata(lab.dir.path().join("report")).unwrap();
+    let mtime = (meta.mtime(), meta.mtime_nsec() as u32);
+    let offered = OfferEntry {
+        path: b"report".to_vec(),
+        size: 1,
+        mtime,
+        ctime: (1, 0),
+        owner: meta.uid(),
+        group: meta.gid(),
+        mode: 0o100_600,
+        capabilities: 0,
+        linked: false,
+    };
+    liar.link.send(&Control::Offer { batch: 0, entries: vec![offered] }).unwrap();
+    let answer = liar.link.next_control().unwrap();
+    assert_eq!(answer, Control::Verdict { batch: 0, answers: vec![Answer::Attributes] });
+    (liar, Meta { mode: 0o600, size: 1, mtime, ..Meta::default() })
+}
+
+/// Ends the copy after one block.
+fn summary(liar: &mut Liar) -> Summary {
+    liar.link.send(&Control::DataSetComplete(1)).unwrap();
+    loop {
+        // Behind reports of attributes that a peer cannot set.
+        if let Control::DataSetReply(summary) = liar.link.next_control().unwrap() {
+            return summary;
+        }
+    }
+}
+
 /// A source that reports an entry cannot send its attributes afterwards, so the sink keeps nothing for it.
 #[test]
 fn a_report_takes_back_the_leave_to_send_attributes() {
     let key = KeyPair::generate();
     for (kind, is_taken_back) in [(ReportKind::NotCopied, true), (ReportKind::Incomplete, false)] {
         let lab = Served::new(&format!("rw {}", key.public()), 10);
-        std::fs::write(lab.dir.path().join("report"), "x").unwrap();
-        let options = TreeOptions { recursive: true, preserve: true, update: true, ..TreeOptions::default() };
-        let mut liar = lab.session_for(&key, SessionRequest { offers: true, options, ..request() });
-        let meta = std::fs::metadata(lab.dir.path().join("report")).unwrap();
-        let offered = OfferEntry {
-            path: b"report".to_vec(),
-            size: 1,
-            mtime: (meta.mtime(), meta.mtime_nsec() as u32),
-            ctime: (1, 0),
-            owner: meta.uid(),
-            group: meta.gid(),
-            mode: 0o100_600,
-            capabilities: 0,
-            linked: false,
-        };
-        liar.link.send(&Control::Offer { batch: 0, entries: vec![offered] }).unwrap();
-        let answer = liar.link.next_control().unwrap();
-        assert_eq!(answer, Control::Verdict { batch: 0, answers: vec![Answer::Attributes] });
+        let (mut liar, meta) = session_with_offer(&lab, &key);
         let report = Report { path: b"report".to_vec(), kind, message: "no".into() };
         liar.link.send(&Control::Report(report)).unwrap();
-        // The daemon takes messages in order: the answer to another offer tells that it has the report.
+        // The daemon takes messages in order, so it has the report when it answers another offer.
         liar.link.send(&Control::Offer { batch: 1, entries: Vec::new() }).unwrap();
         assert!(matches!(liar.link.next_control().unwrap(), Control::Verdict { batch: 1, .. }));
-        let meta = Meta { mode: 0o600, size: 1, mtime: (meta.mtime(), meta.mtime_nsec() as u32), ..Meta::default() };
         liar.pack(&[(Record::Attributes { path: b"report".to_vec(), meta }, b"")]).unwrap();
-        liar.link.send(&Control::DataSetComplete(1)).unwrap();
-        match is_taken_back {
-            true => assert!(liar.ended().contains("attributes of a file")),
-            // Behind reports of attributes that a peer cannot set.
-            false => while !matches!(liar.link.next_control().unwrap(), Control::DataSetReply(_)) {},
+        if is_taken_back {
+            assert!(liar.ended().contains("attributes of a file"));
+        } else {
+            let summary = summary(&mut liar);
+            assert_eq!((summary.files, summary.skipped), (1, 1));
         }
     }
+}
+
+#[test]
+fn a_file_that_is_sent_in_place_of_its_attributes_was_not_skipped() {
+    let key = KeyPair::generate();
+    let lab = Served::new(&format!("rw {}", key.public()), 10);
+    let (mut liar, meta) = session_with_offer(&lab, &key);
+    liar.pack(&[(Record::File { path: b"report".to_vec(), meta }, b"y")]).unwrap();
+    let summary = summary(&mut liar);
+    assert_eq!((summary.files, summary.skipped), (1, 0));
 }
 
 /// A peer that makes the daemon tell it much and does not listen cannot put off the end of its session.

@@ -337,8 +337,16 @@ impl Files {
         true
     }
 
+    /// Takes back the leave for this path, because the file is sent after all, or cannot be read any more. It was counted as up to date.
+    pub(super) fn forget_promise(&self, path: &[u8]) {
+        if let Some(Promise::Attributes { ours, .. }) = self.redeem(path) {
+            self.counters.files.fetch_sub(1, Ordering::Relaxed);
+            self.counters.skipped.fetch_sub(u64::from(!ours), Ordering::Relaxed);
+        }
+    }
+
     /// Takes back the leave for this path.
-    pub(super) fn redeem(&self, path: &[u8]) -> Option<Promise> {
+    fn redeem(&self, path: &[u8]) -> Option<Promise> {
         let mut promised = self.promised.lock().expect("no panics under the lock");
         let promise = promised.all.remove(&key_of(path));
         promised.redeems_some |= promise.is_some();
@@ -444,17 +452,20 @@ impl Files {
             }
             Record::File { path, meta } => {
                 // The file has changed at the source since it was offered, so its attributes do not come alone.
-                self.redeem(&path);
+                self.forget_promise(&path);
                 match self.small_file(&path, &meta, content, written, last_dir) {
                     Ok(file) => finished.push(file),
                     Err(e) => self.fail(&path, &e),
                 }
             }
             Record::Begin { file, path, meta, resume } => {
-                let resumed = match (resume, self.redeem(&path)) {
-                    (false, _) => None,
-                    (true, Some(Promise::Resume(identity))) => Some(identity),
-                    (true, _) => return self.violation(Violation::Unexpected("continuation of a file")),
+                let resumed = match resume.then(|| self.redeem(&path)) {
+                    None => {
+                        self.forget_promise(&path);
+                        None
+                    }
+                    Some(Some(Promise::Resume(identity))) => Some(identity),
+                    Some(_) => return self.violation(Violation::Unexpected("continuation of a file")),
                 };
                 Progress::add(&self.progress.total_bytes, meta.size);
                 let opened = self.open_large(&path, meta, resumed);

@@ -565,7 +565,7 @@ impl Sink<'_> {
             Heard::Report(report) => {
                 if !matches!(report.kind, ReportKind::Item | ReportKind::Incomplete) {
                     // Nothing of the entry will come.
-                    self.files.redeem(&report.path);
+                    self.files.forget_promise(&report.path);
                 }
                 match report.kind {
                     // Only a sink reports items.
