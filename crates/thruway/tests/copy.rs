@@ -1065,6 +1065,30 @@ fn a_copy_does_not_wait_for_the_reader_of_its_lines() {
 }
 
 #[test]
+fn entries_that_two_sources_have_are_named_and_all_others_are_copied() {
+    let lab = Lab::new();
+    for source in ["a", "b"] {
+        lab.mkdir(source);
+        (0..1_000).for_each(|number| fs::write(lab.path(source).join(number.to_string()), source).unwrap());
+        fs::write(lab.path(source).join(source), "own").unwrap();
+    }
+    let daemon = lab.serve(&lab.mkdir("served"));
+    let (a, b) = (lab.path("a/"), lab.path("b/"));
+    for (copy, target) in [(lab.path("here"), os(&lab.path("here"))), (lab.path("served/new"), daemon.url("e/new"))] {
+        cp(&lab, &args(&[&"-a", &a, &target]));
+        // The files of the first source are up to date.
+        let copies = args(&[&"cp", &"-a", &"-u", &a, &b, &target]);
+        let out = thruway(lab.dir.path()).args(copies).output().unwrap();
+        assert_eq!(out.status.code(), Some(1), "{}", stderr(&out));
+        let named =
+            stderr(&out).lines().filter(|line| line.contains("another source has an entry of this name")).count();
+        assert_eq!(named, 1_000, "{}", stderr(&out).lines().next().unwrap());
+        assert_eq!(fs::read(copy.join("b")).unwrap(), b"own");
+        assert_eq!(fs::read(copy.join("7")).unwrap(), b"a");
+    }
+}
+
+#[test]
 fn a_directory_of_several_sources_has_the_attributes_of_the_first() {
     let lab = Lab::new();
     for (name, mode) in [("a", 0o700), ("b", 0o755), ("c", 0o750)] {

@@ -8,6 +8,7 @@ use super::deferred::Deferred;
 use super::items::Itemized;
 use super::journal::{Earlier, Journal, Key, Range, Version, key_of};
 use super::made::Made;
+use super::promises::{Promise, Promises};
 use super::reports::Reports;
 use super::scope::Scope;
 use super::tree::{Clearing, ClearingTurn, Clearings, Place, Tree, temp_name};
@@ -19,7 +20,7 @@ use crate::session::{EventSender, FirstFailure, LocalError, Pipeline, Progress, 
 use crate::wire::{BlockHeader, Direct, FileStatus, Meta, Record, Report, ReportKind};
 use rustix::fs::{AtFlags, FsWord, Mode, OFlags};
 use rustix::io::Errno;
-use std::collections::{HashMap, HashSet};
+use std::collections::HashSet;
 use std::ffi::{CStr, CString};
 use std::fs::File;
 use std::io::{self, Write};
@@ -41,11 +42,6 @@ const DIRECT_FROM: u64 = 256 << 20;
 const ALIGN: u64 = 4096;
 /// Finished files of one pack that are handed to the commit stage together.
 const SUBMIT: usize = 256;
-
-/// Records that a source has been asked for and not sent yet. One that sends what it is asked for comes nowhere near.
-const PROMISES_MAX: usize = 1 << 18;
-/// Longest wait for the source to use its leave. Files that it offers afterwards are sent as a whole.
-const PROMISES_PATIENCE: Duration = Duration::from_secs(10);
 
 /// Digest of a block's payload; zeroes where nothing is verified.
 pub(super) type Digest = [u8; DIGEST_LEN];
@@ -71,10 +67,7 @@ pub(super) struct Files {
     pub(super) progress: Arc<Progress>,
     /// Files that are being written or wait to be put in place.
     pub(super) in_flight: Mutex<HashSet<Key>>,
-    /// What the source may do because an offer of this session was answered so.
-    pub(super) promised: Mutex<Promised>,
-    /// Rung when there are fewer, or the session is over.
-    pub(super) redeemed: Condvar,
+    pub(super) promises: Promises,
     /// Reports of failures that have not been sent.
     pub(super) reports: Reports,
     /// Reports of items that have not been sent.
@@ -112,28 +105,6 @@ pub(super) struct LargeFile {
     /// the network is at fault.
     suspect: Mutex<Option<u32>>,
     written: AtomicU32,
-}
-
-/// Leave to send records, each for one record.
-pub(super) struct Promised {
-    all: HashMap<Key, Promise>,
-    /// It has sent some of that lately.
-    redeems_some: bool,
-}
-
-impl Default for Promised {
-    fn default() -> Promised {
-        Promised { all: HashMap::new(), redeems_some: true }
-    }
-}
-
-/// What was answered to an offer, and is good for one record.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Promise {
-    /// Parts of its temporary file, which is this one, need not be sent.
-    Resume(Identity),
-    /// The attributes of this file, which last `changed` at this time, are to be sent; `ours` if this job has put it in place.
-    Attributes { identity: Identity, ours: bool, changed: i64 },
 }
 
 /// A directory of the destination that is kept open, with its path and what new files inherit from it.
@@ -318,40 +289,21 @@ impl Pack {
 }
 
 impl Files {
-    /// Gives the source leave to send a record that needs it; where it has too much of that already, when it has sent
-    /// some of them. False if the session is over, or the source sends none.
+    /// Gives the source leave to send a record that needs it. False if it is to send the file.
     pub(super) fn promise(&self, key: Key, promise: Promise) -> bool {
-        if self.params.options.dry_run {
-            return true;
-        }
-        let is_over = || self.over.load(Ordering::SeqCst);
-        let full = |promised: &mut Promised| promised.all.len() >= PROMISES_MAX && promised.redeems_some && !is_over();
-        let promised = self.promised.lock().expect("no panics under the lock");
-        let waited = self.redeemed.wait_timeout_while(promised, PROMISES_PATIENCE, full);
-        let (mut promised, waited) = waited.expect("no panics under the lock");
-        promised.redeems_some &= !waited.timed_out();
-        if is_over() || promised.all.len() >= PROMISES_MAX {
-            return false;
-        }
-        promised.all.insert(key, promise);
-        true
+        self.params.options.dry_run || self.promises.add(key, promise)
     }
 
-    /// Takes back the leave for this path, because the file is sent after all, or cannot be read any more. It was counted as up to date.
-    pub(super) fn forget_promise(&self, path: &[u8]) {
+    fn redeem(&self, path: &[u8]) -> Option<Promise> {
+        self.promises.take(&key_of(path))
+    }
+
+    /// Takes back the leave to send attributes, because the source sends the file. It was counted as up to date.
+    fn forget_promise(&self, path: &[u8]) {
         if let Some(Promise::Attributes { ours, .. }) = self.redeem(path) {
             self.counters.files.fetch_sub(1, Ordering::Relaxed);
             self.counters.skipped.fetch_sub(u64::from(!ours), Ordering::Relaxed);
         }
-    }
-
-    /// Takes back the leave for this path.
-    fn redeem(&self, path: &[u8]) -> Option<Promise> {
-        let mut promised = self.promised.lock().expect("no panics under the lock");
-        let promise = promised.all.remove(&key_of(path));
-        promised.redeems_some |= promise.is_some();
-        self.redeemed.notify_one();
-        promise
     }
 
     /// Whether the session is over, or is to end.
@@ -749,8 +701,6 @@ impl Files {
         self.over.store(true, Ordering::SeqCst);
         self.large().over = true;
         self.begun.notify_all();
-        drop(self.promised.lock());
-        self.redeemed.notify_all();
     }
 
     /// Writes a piece of a large file that has come.

@@ -16,6 +16,7 @@ pub(crate) mod journal;
 pub mod leftovers;
 mod made;
 mod offers;
+mod promises;
 pub(crate) mod readback;
 mod reports;
 mod scope;
@@ -40,6 +41,7 @@ use deferred::Deferred;
 use files::{Digest, Files};
 use journal::{Earlier, Interruption, Journal};
 use offers::Judge;
+use promises::Promises;
 use reports::Reports;
 use scope::Scope;
 use std::collections::VecDeque;
@@ -321,8 +323,7 @@ pub fn run(
         begun: Condvar::new(),
         deferred: Mutex::new(Deferred::new(&tree_root, options.dry_run || discard, pipeline.owner())),
         progress: Arc::clone(progress),
-        promised: Mutex::default(),
-        redeemed: Condvar::new(),
+        promises: Promises::default(),
         reports: Reports::new(REPORTS_WAITING_MAX),
         items: Reports::new(ITEMS_WAITING_MAX),
         itemized: Mutex::default(),
@@ -563,10 +564,6 @@ impl Sink<'_> {
                 if taken { Ok(()) } else { Err(LinkError::Unexpected("number of offers").into()) }
             }
             Heard::Report(report) => {
-                if !matches!(report.kind, ReportKind::Item | ReportKind::Incomplete) {
-                    // Nothing of the entry will come.
-                    self.files.forget_promise(&report.path);
-                }
                 match report.kind {
                     // Only a sink reports items.
                     ReportKind::Item => return Ok(()),

@@ -5,8 +5,9 @@
 
 use super::SessionEvent;
 use super::attributes::{Grants, Unopened};
-use super::files::{Files, Promise};
+use super::files::Files;
 use super::journal::{Key, Present, ResumeDecision, Version, key_of};
+use super::promises::Promise;
 use super::readback::{Checked, Readback};
 use super::tree::{Place, temp_name};
 use crate::session::Progress;
