@@ -1,6 +1,6 @@
 //! Which file is which.
 
-use rustix::fs::{AtFlags, Stat, Statx, StatxFlags};
+use rustix::fs::{AtFlags, FsWord, Stat, Statx, StatxFlags};
 use std::ffi::CStr;
 use std::io;
 use std::os::fd::AsFd;
@@ -15,10 +15,25 @@ pub struct Identity {
     pub born: i64,
 }
 
+/// File systems that never give an entry another inode number (include/uapi/linux/magic.h, and XFS's, ZFS's and Ceph's own): ext2 to ext4,
+/// XFS, Btrfs, F2FS, Bcachefs, ZFS, tmpfs, ramfs, NFS, Ceph.
+const LASTING_NUMBERS: [FsWord; 10] = [
+    0xef53,
+    0x5846_5342,
+    0x9123_683e,
+    0xf2f5_2010,
+    0xca45_1a4e,
+    0x2fc1_2fc1,
+    0x0102_1994,
+    0x8584_58f6,
+    0x6969,
+    0x00c3_6400,
+];
+
 /// A directory that is opened by its path again and again.
 ///
-/// Overlays and network file systems can give an unused directory another inode number. So a directory with another number is the same
-/// if all its attributes are the same: nobody can choose the time of the last change of attributes.
+/// Overlays, FUSE and others can give an unused directory another inode number. There, a directory with another number is the same if all
+/// its attributes are the same.
 #[derive(Debug, Clone, Copy)]
 pub struct Directory(Stat);
 
@@ -33,11 +48,16 @@ impl Directory {
         (self.0.st_dev, self.0.st_ino)
     }
 
-    /// True for attributes of the same directory.
-    pub fn is(&self, found: &Stat) -> bool {
+    /// True if an open directory, or one in it, is this directory. `found` has its attributes.
+    pub fn is(&self, found: &Stat, dir: impl AsFd) -> bool {
+        let lasts = || rustix::fs::fstatfs(dir).map_or(true, |found| LASTING_NUMBERS.contains(&found.f_type));
+        self.id() == (found.st_dev, found.st_ino) || self.has_attributes(found) && !lasts()
+    }
+
+    fn has_attributes(&self, found: &Stat) -> bool {
         let times = |s: &Stat| (s.st_mtime, s.st_mtime_nsec, s.st_ctime, s.st_ctime_nsec);
         let attributes = |s: &Stat| (s.st_dev, s.st_mode, s.st_uid, s.st_gid, s.st_nlink, s.st_size, times(s));
-        self.id() == (found.st_dev, found.st_ino) || attributes(&self.0) == attributes(found)
+        attributes(&self.0) == attributes(found)
     }
 }
 
@@ -80,21 +100,23 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_directory_with_another_number_is_the_same_if_nothing_else_changed() {
+    fn directories_have_lasting_numbers_or_equal_attributes() {
         let dir = tempfile::tempdir().unwrap();
         let stat = rustix::fs::stat(dir.path()).unwrap();
         let directory = Directory::new(&stat);
+        let [tmpfs, procfs] = ["/dev", "/proc"].map(|path| std::fs::File::open(path).unwrap());
         let mut renumbered = stat;
         renumbered.st_ino += 1;
-        assert!(directory.is(&renumbered));
+        assert!(directory.is(&stat, &tmpfs) && directory.is(&renumbered, &procfs));
+        assert!(!directory.is(&renumbered, &tmpfs));
         for change in [|s: &mut Stat| s.st_ctime_nsec ^= 1, |s: &mut Stat| s.st_mode ^= 1, |s: &mut Stat| s.st_dev += 1]
         {
             let mut other = renumbered;
             change(&mut other);
-            assert!(!directory.is(&other));
+            assert!(!directory.is(&other, &procfs));
         }
         let mut changed = stat;
         changed.st_ctime_nsec ^= 1;
-        assert!(directory.is(&changed));
+        assert!(directory.is(&changed, &tmpfs));
     }
 }

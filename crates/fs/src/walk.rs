@@ -115,7 +115,7 @@ impl Walk {
         let dir = beneath::open(&self.root, &self.path, OFlags::RDONLY | OFlags::DIRECTORY, Links::Never)?;
         let stat = rustix::fs::fstat(&dir)?;
         match above.map(|above| (above, rustix::fs::statat(&dir, c"..", AtFlags::empty()))) {
-            Some((above, Ok(found))) if !above.is(&found) => {
+            Some((above, Ok(found))) if !above.is(&found, &dir) => {
                 Err(io::Error::other("another directory has the path of the one above it now"))
             }
             // Without the right to search it, its entries cannot be read either.
