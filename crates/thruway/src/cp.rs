@@ -15,7 +15,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 use thruway_cli::{Common, Failed, units};
@@ -331,9 +331,12 @@ fn copy(args: &CpArgs, common: &Common, sources: &[Given<'_>], target: &Given<'_
     let (json, items) = (common.json, Arc::new(Mutex::new(Vec::new())));
     let itemized = Arc::clone(&items);
     let resume = resumption(args, &job);
-    let (moved, dry_run) = (Arc::clone(&progress), args.dry_run);
+    let (moved, dry_run, is_over) = (Arc::clone(&progress), args.dry_run, Arc::new(AtomicBool::new(false)));
+    let has_ended = Arc::clone(&is_over);
     let on_failure = move |error: &std::io::Error| {
         let failed = match dry_run {
+            // The summary will fail, too.
+            _ if has_ended.load(Ordering::SeqCst) => return,
             true => Failed::output(error),
             false => Failed::operation("cp", format!("standard output: {error}; {}", stopped(resume, &moved))),
         };
@@ -425,6 +428,7 @@ fn copy(args: &CpArgs, common: &Common, sources: &[Given<'_>], target: &Given<'_
     let result = client::run(&job, pipelines.pick(), &progress, &on_report, reach);
     display.stop();
     drop(peer);
+    is_over.store(true, Ordering::SeqCst);
     lines.finish();
     let finished = result.map_err(|e| {
         let why = e.to_string();

@@ -1,5 +1,6 @@
 //! Lines that a thread prints, so that a slow reader (a pager, a stopped terminal) does not delay the copy.
 
+use std::collections::VecDeque;
 use std::io::{self, Read, Write};
 use std::sync::{Arc, Condvar, Mutex};
 use std::thread::JoinHandle;
@@ -9,6 +10,10 @@ use thruway_fs::spool::Spool;
 
 /// Longest part that is printed at once, in bytes.
 const PART: usize = 64 << 10;
+/// Bytes after which lines go to the next spool.
+const SPOOL: u64 = 16 << 20;
+/// Largest number of spools.
+const SPOOLS_MAX: usize = 16;
 
 /// Where a line goes.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -17,7 +22,7 @@ pub(crate) enum Stream {
     Error,
 }
 
-/// Prints lines in order. Lines that wait take up to 1 MiB of memory, and a temporary file beyond that.
+/// Prints lines in order. Lines that wait take up to 1 MiB of memory, and temporary files of up to 256 MiB beyond that.
 pub(crate) struct Lines {
     queue: Arc<Queue>,
     thread: Mutex<Option<JoinHandle<()>>>,
@@ -30,9 +35,9 @@ struct Queue {
 }
 
 struct State {
-    /// Lines, each after its stream and its length.
-    spool: Spool,
-    /// Position of the first line that is not printed.
+    /// Lines, each after its stream and its length. Never empty.
+    spools: VecDeque<Spool>,
+    /// Position of the next line to print in the first spool.
     at: u64,
     is_over: bool,
 }
@@ -44,7 +49,7 @@ impl Lines {
     /// # Errors
     /// As [`std::thread::Builder::spawn`].
     pub(crate) fn start(on_failure: impl Fn(&io::Error) + Send + 'static) -> io::Result<Lines> {
-        let state = State { spool: Spool::new(None, Owner::default()), at: 0, is_over: false };
+        let state = State { spools: VecDeque::from([spool()]), at: 0, is_over: false };
         let queue = Arc::new(Queue { state: Mutex::new(state), changed: Condvar::new() });
         let shared = Arc::clone(&queue);
         let run = move || shared.print(on_failure);
@@ -52,13 +57,13 @@ impl Lines {
         Ok(Lines { queue, thread: Mutex::new(Some(thread)) })
     }
 
-    /// Adds a line. Waits if the temporary file is full.
+    /// Adds a line. Waits if there is no room for it.
     pub(crate) fn push(&self, stream: Stream, line: &str) {
         let len = u32::try_from(line.len() + 1).expect("paths and messages are short");
         let record = [&[stream as u8][..], &len.to_ne_bytes(), line.as_bytes(), b"\n"].concat();
         let mut state = self.queue.state.lock().expect("no panics under the lock");
-        while !state.is_over && state.spool.append(&record).is_err() {
-            if state.spool.is_empty() {
+        while !state.is_over && !state.append(&record) {
+            if state.is_empty() {
                 drop(state);
                 return print_now(stream, line);
             }
@@ -77,6 +82,41 @@ impl Lines {
         self.queue.end();
         if let Some(thread) = self.thread.lock().expect("no panics under the lock").take() {
             let _ = thread.join();
+        }
+    }
+}
+
+fn spool() -> Spool {
+    Spool::new(None, Owner::default())
+}
+
+impl State {
+    fn is_empty(&self) -> bool {
+        self.spools.len() == 1 && self.at == self.spools[0].len()
+    }
+
+    /// False if there is no room.
+    fn append(&mut self, record: &[u8]) -> bool {
+        let last = self.spools.back_mut().expect("never empty");
+        if last.len() < SPOOL {
+            return last.append(record).is_ok();
+        }
+        let mut next = spool();
+        let has_room = self.spools.len() < SPOOLS_MAX && next.append(record).is_ok();
+        if has_room {
+            self.spools.push_back(next);
+        }
+        has_room
+    }
+
+    /// Goes on with the next spool after the end of the first.
+    fn advance(&mut self) {
+        if self.at == self.spools[0].len() {
+            self.spools.pop_front();
+            self.at = 0;
+            if self.spools.is_empty() {
+                self.spools.push_back(spool());
+            }
         }
     }
 }
@@ -120,11 +160,11 @@ impl Queue {
     /// Waits for lines, and takes those that go to one stream. `None` at the end.
     fn next(&self) -> io::Result<Option<(Stream, Vec<u8>)>> {
         let state = self.state.lock().expect("no panics under the lock");
-        let is_idle = |state: &mut State| state.at == state.spool.len() && !state.is_over;
+        let is_idle = |state: &mut State| state.is_empty() && !state.is_over;
         let mut state = self.changed.wait_while(state, is_idle).expect("no panics under the lock");
         let (mut stream, mut text) = (None, Vec::new());
-        while state.at < state.spool.len() && text.len() < PART {
-            let mut reader = state.spool.reader(state.at);
+        while !state.is_empty() && text.len() < PART {
+            let mut reader = state.spools[0].reader(state.at);
             let mut head = [0; 5];
             reader.read_exact(&mut head)?;
             let [to, len @ ..] = head;
@@ -136,10 +176,7 @@ impl Queue {
             text.resize(begin + u32::from_ne_bytes(len) as usize, 0);
             reader.read_exact(&mut text[begin..])?;
             state.at += (head.len() + text.len() - begin) as u64;
-        }
-        if state.at == state.spool.len() {
-            state.spool.truncate(0);
-            state.at = 0;
+            state.advance();
         }
         drop(state);
         self.changed.notify_all();
