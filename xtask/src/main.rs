@@ -367,7 +367,8 @@ fn sanitize() -> Result<(), String> {
                 -p thruway-server -p thruway-rpc -p thruway-nfs -p thruway-transfer -p thruway-block -p thruway-sockets \
                 -p thruway-streams";
     let args: Vec<&str> = args.split_whitespace().collect();
-    run_with("tests under AddressSanitizer", "cargo", &args, &[("RUSTFLAGS", "-Zsanitizer=address")])
+    let vars = [("RUSTFLAGS", "-Zsanitizer=address"), ("THRUWAY_SANITIZED", "1")];
+    run_with("tests under AddressSanitizer", "cargo", &args, &vars)
 }
 
 /// Tests that Miri can run: codecs, tables, queues, and the memory that peers and devices write to.

@@ -237,7 +237,8 @@ fn flood(key: &KeyPair, direction: Direction, listens: bool, &(name, ref flood):
     }
     grown = grown.max(memory().saturating_sub(before));
     eprintln!("{what}: {} MiB sent, {} MiB grown", sent >> 20, grown >> 20);
-    assert!(grown <= GROWTH, "{what}: {} MiB", grown >> 20);
+    // AddressSanitizer does not reuse freed memory at once.
+    assert!(grown <= GROWTH || std::env::var_os("THRUWAY_SANITIZED").is_some(), "{what}: {} MiB", grown >> 20);
 }
 
 #[test]
