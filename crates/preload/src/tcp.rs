@@ -130,6 +130,27 @@ impl Connection {
         low_water > 1 || inline != 0
     }
 
+    /// The next byte is an urgent one: the kernel counts none behind it, but a call that receives steps over it.
+    fn is_at_urgent_mark(self) -> bool {
+        // include/uapi/asm-generic/sockios.h
+        const SIOCATMARK: c_long = 0x8905;
+        let mut is_at_mark: c_int = 0;
+        let at = (&raw mut is_at_mark) as c_long;
+        // SAFETY: it writes an integer.
+        let result = unsafe { real::syscall(libc::SYS_ioctl, self.fd.into(), SIOCATMARK, at, 0, 0, 0) };
+        result == 0 && is_at_mark != 0
+    }
+
+    /// Bytes that come after the urgent one, [`PEEK_MAX`] at most.
+    fn behind_urgent_mark(self) -> io::Result<usize> {
+        let mut bytes = [0u8; PEEK_MAX];
+        let mut list = [libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() }];
+        match self.receive(&mut list, libc::MSG_PEEK) {
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(0),
+            result => result,
+        }
+    }
+
     /// Whether both ends may send.
     pub(crate) fn is_established(self) -> bool {
         self.info().is_ok_and(|info| info.state == ESTABLISHED)
@@ -255,7 +276,10 @@ impl Tcp for Connection {
     }
 
     fn available(&self) -> io::Result<usize> {
-        Ok(rustix::io::ioctl_fionread(slots::borrow(self.fd))? as usize)
+        match rustix::io::ioctl_fionread(slots::borrow(self.fd))? {
+            0 if self.is_at_urgent_mark() => self.behind_urgent_mark(),
+            len => Ok(len as usize),
+        }
     }
 
     fn read(&self, to: &Pieces<'_>, max: usize) -> io::Result<usize> {

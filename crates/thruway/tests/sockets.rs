@@ -681,6 +681,13 @@ fn a_hostile_peer_breaks_only_its_own_connection() {
     assert!(counters(&output)["accelerated"] > 20, "{told}");
 }
 
+/// Bytes behind an urgent one are read, also where the kernel counts none because the urgent one is next.
+#[test]
+fn urgent_data_and_bytes_behind_it_arrive_as_on_tcp() {
+    let counted = counters(&compare_in_c("urgent", STATS));
+    assert!(counted["accelerated"] == 4, "{counted:?}");
+}
+
 /// Builds a C program, and applies [`compare`] to it.
 fn compare_in_c(name: &str, options: Option<&[&str]>) -> Output {
     let lab = support::Lab::new();
