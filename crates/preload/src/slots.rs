@@ -129,6 +129,10 @@ pub(crate) struct Slot {
     pub(crate) error: AtomicI32,
     /// When the peer was last looked for, in milliseconds of the coarse clock.
     pub(crate) looked_at: AtomicU32,
+    /// Since when the peer has been returning bytes, in such milliseconds; 0 if it does not.
+    pub(crate) returns_since: AtomicU32,
+    /// Time in milliseconds for which calls that do not wait took part in that.
+    pub(crate) returned_for: AtomicU32,
     /// Of the last calls that received: their number, their bytes, and how often doorbells were discarded.
     pub(crate) received: AtomicU32,
     pub(crate) received_bytes: AtomicU64,
@@ -336,7 +340,7 @@ pub(crate) fn add(fd: i32, forks: u32, is_accepted: bool) {
     let (slot, local) = (slot(number), local(number));
     // Not those of threads inside calls: one that has slept since an earlier connection takes itself off when it wakes. Of a process
     // that was killed they stay, and its slots with TCP.
-    for counter in [&slot.calls, &slot.looked_at] {
+    for counter in [&slot.calls, &slot.looked_at, &slot.returns_since, &slot.returned_for] {
         counter.store(0, Ordering::Relaxed);
     }
     for flag in [

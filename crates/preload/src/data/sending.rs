@@ -94,8 +94,8 @@ fn transmit_plain(which: Which, plain: impl Fn() -> ssize_t) -> Option<ssize_t> 
 /// Bytes that go by TCP when the ring is full, before it is looked at again.
 const OVERFLOW: usize = 256 << 10;
 
-/// Longest time that a non-blocking call takes part in a [`Return`](thruway_sockets::Return): returned bytes do not make the connection
-/// writable.
+/// Longest time that all non-blocking calls on a connection together take part in a [`Return`](thruway_sockets::Return): returned bytes do
+/// not make the connection writable. Afterwards they fail at once, so a peer that does not end its return holds nobody else up.
 const RETURN_MAX: Duration = Duration::from_millis(200);
 
 /// Sends through the ring as far as that is possible. False if the rest must go by TCP; then [`Slot::plain_sends`] counts this call,
@@ -140,21 +140,31 @@ unsafe fn send_accelerated(
             }
             drop(sending);
             let waited = begin.get_or_insert_with(Instant::now).elapsed();
-            if awaits && waited >= CATCH_UP_MAX {
+            if awaits && waited.max(returns_for(slot)) >= CATCH_UP_MAX {
                 return Err(broken(slot, fd, &io::ErrorKind::TimedOut.into()));
             }
             let limit = connection.send_limit();
             let left = limit.map_or(Duration::from_secs(1), |limit| limit.saturating_sub(waited));
             let is_impatient = flags & libc::MSG_DONTWAIT != 0 || !waits(fd);
-            if left.is_zero() || is_impatient && !(awaits && waited < RETURN_MAX) {
+            let returned_for = Duration::from_millis(slot.returned_for.load(Ordering::Relaxed).into());
+            if left.is_zero() || is_impatient && !(awaits && returned_for < RETURN_MAX) {
                 return Err(libc::EAGAIN);
             }
+            let most = if is_impatient { RETURN_MAX - returned_for } else { Duration::from_secs(1) };
+            let before = Instant::now();
             // As in the kernel: a call with a time limit is not begun again behind a signal handler.
             let is_over = !is_impatient && (limit.is_some() || signals::handlers() != Handlers::Restart);
-            if !connection.wait_to_send_again(awaits, left.min(Duration::from_secs(1))) && is_over {
+            if !connection.wait_to_send_again(awaits, left.min(most)) && is_over {
                 return Err(libc::EINTR);
             }
+            if is_impatient {
+                let milliseconds = before.elapsed().as_millis() as u32;
+                slot.returned_for.fetch_add(milliseconds.max(1), Ordering::Relaxed);
+            }
             continue;
+        }
+        if slot.returns_since.load(Ordering::Relaxed) != 0 {
+            slot.returns_since.store(0, Ordering::Relaxed);
         }
         if writer.is_tcp() && is_alone && !is_plain {
             writer.leave_tcp(segment, &connection).map_err(|error| failed(&error))?;
@@ -257,12 +267,28 @@ fn looks_gone(slot: &Slot, connection: Connection, segment: &Segment, writer: &W
     if writer.unread(segment) == 0 {
         return false;
     }
-    let now = rustix::time::clock_gettime(rustix::time::ClockId::MonotonicCoarse);
-    let now = (now.tv_sec as u32).wrapping_mul(1000).wrapping_add(now.tv_nsec as u32 / 1_000_000);
+    let now = milliseconds();
     if slot.looked_at.swap(now, Ordering::Relaxed) == now {
         return false;
     }
     is_peer_gone(connection, segment, writer)
+}
+
+/// Time for which the peer has been returning bytes.
+fn returns_for(slot: &Slot) -> Duration {
+    // 0 stands for no return.
+    let now = milliseconds().max(1);
+    let since = match slot.returns_since.compare_exchange(0, now, Ordering::Relaxed, Ordering::Relaxed) {
+        Ok(_) => now,
+        Err(since) => since,
+    };
+    Duration::from_millis(now.wrapping_sub(since).into())
+}
+
+/// The coarse clock.
+fn milliseconds() -> u32 {
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::MonotonicCoarse);
+    (now.tv_sec as u32).wrapping_mul(1000).wrapping_add(now.tv_nsec as u32 / 1_000_000)
 }
 
 fn is_peer_gone(connection: Connection, segment: &Segment, writer: &Writer) -> bool {
