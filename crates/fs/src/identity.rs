@@ -1,6 +1,6 @@
 //! Which file is which.
 
-use rustix::fs::{AtFlags, FsWord, Stat, Statx, StatxFlags};
+use rustix::fs::{AtFlags, FsWord, Stat, StatFs, Statx, StatxFlags};
 use std::ffi::CStr;
 use std::io;
 use std::os::fd::AsFd;
@@ -30,7 +30,7 @@ const LASTING_NUMBERS: [FsWord; 10] = [
     0x00c3_6400,
 ];
 
-/// A directory that is opened by its path again and again.
+/// A directory that a walk opens by its path more than once.
 ///
 /// Overlays, FUSE and others can give an unused directory another inode number. There, a directory with another number is the same if all
 /// its attributes are the same.
@@ -48,9 +48,9 @@ impl Directory {
         (self.0.st_dev, self.0.st_ino)
     }
 
-    /// True if an open directory, or one in it, is this directory. `found` has its attributes.
-    pub fn is(&self, found: &Stat, dir: impl AsFd) -> bool {
-        let lasts = || rustix::fs::fstatfs(dir).map_or(true, |found| LASTING_NUMBERS.contains(&found.f_type));
+    /// True if `found` are the attributes of this directory. `file_system` returns its file system.
+    pub fn is(&self, found: &Stat, file_system: impl FnOnce() -> rustix::io::Result<StatFs>) -> bool {
+        let lasts = || file_system().map_or(true, |found| LASTING_NUMBERS.contains(&found.f_type));
         self.id() == (found.st_dev, found.st_ino) || self.has_attributes(found) && !lasts()
     }
 
@@ -104,19 +104,19 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let stat = rustix::fs::stat(dir.path()).unwrap();
         let directory = Directory::new(&stat);
-        let [tmpfs, procfs] = ["/dev", "/proc"].map(|path| std::fs::File::open(path).unwrap());
+        let [tmpfs, procfs] = ["/dev", "/proc"].map(|path| move || rustix::fs::statfs(path));
         let mut renumbered = stat;
         renumbered.st_ino += 1;
-        assert!(directory.is(&stat, &tmpfs) && directory.is(&renumbered, &procfs));
-        assert!(!directory.is(&renumbered, &tmpfs));
+        assert!(directory.is(&stat, tmpfs) && directory.is(&renumbered, procfs));
+        assert!(!directory.is(&renumbered, tmpfs));
         for change in [|s: &mut Stat| s.st_ctime_nsec ^= 1, |s: &mut Stat| s.st_mode ^= 1, |s: &mut Stat| s.st_dev += 1]
         {
             let mut other = renumbered;
             change(&mut other);
-            assert!(!directory.is(&other, &procfs));
+            assert!(!directory.is(&other, procfs));
         }
         let mut changed = stat;
         changed.st_ctime_nsec ^= 1;
-        assert!(directory.is(&changed, &tmpfs));
+        assert!(directory.is(&changed, tmpfs));
     }
 }

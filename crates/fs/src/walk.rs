@@ -6,7 +6,7 @@
 use crate::beneath::{self, Links};
 use crate::identity::Directory;
 use crate::spool::Spool;
-use rustix::fs::{AtFlags, OFlags, Stat};
+use rustix::fs::{AtFlags, Mode, OFlags, Stat, StatFs};
 use rustix::io::Errno;
 use std::ffi::CStr;
 use std::io::{self, Read};
@@ -115,7 +115,7 @@ impl Walk {
         let dir = beneath::open(&self.root, &self.path, OFlags::RDONLY | OFlags::DIRECTORY, Links::Never)?;
         let stat = rustix::fs::fstat(&dir)?;
         match above.map(|above| (above, rustix::fs::statat(&dir, c"..", AtFlags::empty()))) {
-            Some((above, Ok(found))) if !above.is(&found, &dir) => {
+            Some((above, Ok(found))) if !above.is(&found, || file_system_above(&dir)) => {
                 Err(io::Error::other("another directory has the path of the one above it now"))
             }
             // Without the right to search it, its entries cannot be read either.
@@ -123,6 +123,12 @@ impl Walk {
             _ => Ok((Arc::new(dir), stat)),
         }
     }
+}
+
+/// The file system of the parent. It differs from that of `dir` at a mount point.
+fn file_system_above(dir: &OwnedFd) -> rustix::io::Result<StatFs> {
+    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    rustix::fs::fstatfs(rustix::fs::openat(dir, c"..", flags, Mode::empty())?)
 }
 
 fn next_name(names: &Spool, at: u64) -> io::Result<Vec<u8>> {

@@ -36,8 +36,8 @@ fn is_internal(attribute: &[u8]) -> bool {
     attribute.starts_with(b"trusted.SGI_ACL_")
 }
 
-/// Reads all attributes, but not the form in which XFS stores access control lists. Of the `system` namespace, which the kernel maintains, it reads only access
-/// control lists.
+/// Reads all attributes, but not the form in which XFS stores access control lists. Of the `system` namespace, which the kernel
+/// maintains, it reads only access control lists.
 ///
 /// # Errors
 /// If they cannot be read; a file system without attributes has none.

@@ -129,9 +129,9 @@ pub(crate) struct Slot {
     pub(crate) error: AtomicI32,
     /// When the peer was last looked for, in milliseconds of the coarse clock.
     pub(crate) looked_at: AtomicU32,
-    /// Since when the peer has been returning bytes, in such milliseconds; 0 if it does not.
+    /// Start of the return of bytes by the peer, in milliseconds of the coarse clock; 0 without a return.
     pub(crate) returns_since: AtomicU32,
-    /// Time in milliseconds for which calls that do not wait took part in that.
+    /// Total time that non-blocking calls have waited for returned bytes, in milliseconds.
     pub(crate) returned_for: AtomicU32,
     /// Of the last calls that received: their number, their bytes, and how often doorbells were discarded.
     pub(crate) received: AtomicU32,

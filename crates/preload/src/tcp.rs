@@ -130,7 +130,7 @@ impl Connection {
         low_water > 1 || inline != 0
     }
 
-    /// The next byte is an urgent one: the kernel counts none behind it, but a call that receives steps over it.
+    /// True if the next byte is urgent. The kernel then counts no bytes behind it, but `recv` skips it.
     fn is_at_urgent_mark(self) -> bool {
         // include/uapi/asm-generic/sockios.h
         const SIOCATMARK: c_long = 0x8905;
@@ -141,7 +141,7 @@ impl Connection {
         result == 0 && is_at_mark != 0
     }
 
-    /// Bytes that come after the urgent one, [`PEEK_MAX`] at most.
+    /// Number of bytes behind the urgent one, at most [`PEEK_MAX`].
     fn behind_urgent_mark(self) -> io::Result<usize> {
         let mut bytes = [0u8; PEEK_MAX];
         let mut list = [libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() }];

@@ -30,7 +30,7 @@ pub(crate) struct Lines {
 
 struct Queue {
     state: Mutex<State>,
-    /// Rung when there are more lines, fewer lines, or no more to come.
+    /// Notified after each change of the state.
     changed: Condvar,
 }
 

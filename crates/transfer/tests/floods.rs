@@ -5,10 +5,10 @@
 mod peer;
 mod support;
 
-use peer::{BLOCK, Liar, keys, request};
+use peer::{BLOCK, Liar, keys};
 use std::fs;
 use std::time::Duration;
-use support::Served;
+use support::{Served, request};
 use thruway_engine::random::random;
 use thruway_transfer::auth::KeyPair;
 use thruway_transfer::wire::*;

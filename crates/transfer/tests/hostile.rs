@@ -34,20 +34,10 @@ impl Served {
 
     fn request(&self) -> SessionRequest {
         SessionRequest {
-            direction: Direction::Push,
-            export: "e".into(),
-            path: Vec::new(),
-            into_directory: true,
-            renamed: false,
-            offers: false,
-            destination: None,
-            sources: Vec::new(),
             job: [5; 16],
             verify: 1,
-            data_key: None,
-            rate_limit: None,
-            revocable: true,
             options: TreeOptions { recursive: true, update: true, ..TreeOptions::default() },
+            ..support::request()
         }
     }
 

@@ -4,12 +4,12 @@
 mod peer;
 mod support;
 
-use peer::{BLOCK, Liar, keys, request};
+use peer::{BLOCK, Liar, keys};
 use std::io::Write;
 use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
-use support::{Served, TIMEOUT};
+use support::{Served, TIMEOUT, request};
 use thruway_transfer::access::AuthorizedKeys;
 use thruway_transfer::auth::KeyPair;
 use thruway_transfer::link::LinkError;

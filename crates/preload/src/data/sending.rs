@@ -94,8 +94,8 @@ fn transmit_plain(which: Which, plain: impl Fn() -> ssize_t) -> Option<ssize_t> 
 /// Bytes that go by TCP when the ring is full, before it is looked at again.
 const OVERFLOW: usize = 256 << 10;
 
-/// Longest time that all non-blocking calls on a connection together take part in a [`Return`](thruway_sockets::Return): returned bytes do
-/// not make the connection writable. Afterwards they fail at once, so a peer that does not end its return holds nobody else up.
+/// Longest total time that the non-blocking calls on a connection wait for a [`Return`](thruway_sockets::Return): returned bytes do not
+/// make the connection writable. Later calls fail at once, so that a peer which never ends its return does not stop an event loop.
 const RETURN_MAX: Duration = Duration::from_millis(200);
 
 /// Sends through the ring as far as that is possible. False if the rest must go by TCP; then [`Slot::plain_sends`] counts this call,
@@ -274,9 +274,9 @@ fn looks_gone(slot: &Slot, connection: Connection, segment: &Segment, writer: &W
     is_peer_gone(connection, segment, writer)
 }
 
-/// Time for which the peer has been returning bytes.
+/// Time since the start of the peer's return of bytes.
 fn returns_for(slot: &Slot) -> Duration {
-    // 0 stands for no return.
+    // 0 means that there is no return.
     let now = milliseconds().max(1);
     let since = match slot.returns_since.compare_exchange(0, now, Ordering::Relaxed, Ordering::Relaxed) {
         Ok(_) => now,

@@ -142,7 +142,7 @@ impl From {
             None => {
                 let dir = beneath::open(&self.root, &self.below, OFlags::PATH | OFlags::DIRECTORY, Links::Never)?;
                 let stat = rustix::fs::fstat(&dir)?;
-                if !self.directory.is(&stat, &dir) {
+                if !self.directory.is(&stat, || rustix::fs::fstatfs(&dir)) {
                     return Err(io::Error::other("another directory has its path now"));
                 }
                 Ok(Arc::new(dir))

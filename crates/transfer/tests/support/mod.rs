@@ -2,11 +2,12 @@
 
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
+use thruway_engine::random::random;
 use thruway_fabric::iwarp;
 use thruway_transfer::auth::{Credentials, KeyPair};
 use thruway_transfer::daemon::{Config, Daemon, Stopper};
 use thruway_transfer::link::{Link, LinkError, LinkEvent};
-use thruway_transfer::wire::Control;
+use thruway_transfer::wire::{Control, Direction, SessionRequest, TreeOptions};
 
 #[allow(dead_code, reason = "not every test waits")]
 pub(crate) const TIMEOUT: Duration = Duration::from_secs(30);
@@ -38,6 +39,27 @@ impl Served {
         let (addr, stopper) = (daemon.addrs()[0], daemon.stopper());
         let thread = Some(std::thread::spawn(move || daemon.run().unwrap()));
         Served { dir, addr, stopper, thread }
+    }
+}
+
+/// A copy into the export.
+#[allow(dead_code, reason = "not every test asks for a session")]
+pub(crate) fn request() -> SessionRequest {
+    SessionRequest {
+        direction: Direction::Push,
+        export: "e".into(),
+        path: Vec::new(),
+        into_directory: true,
+        renamed: false,
+        offers: false,
+        destination: None,
+        sources: Vec::new(),
+        job: random(),
+        verify: 0,
+        data_key: None,
+        rate_limit: None,
+        revocable: true,
+        options: TreeOptions { recursive: true, ..TreeOptions::default() },
     }
 }
 

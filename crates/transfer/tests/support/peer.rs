@@ -2,7 +2,7 @@
 
 #![allow(dead_code, reason = "not every test makes every call")]
 
-use crate::support::{self, Served};
+use crate::support::{self, Served, request};
 use std::io::Write;
 use std::net::TcpStream;
 use std::path::PathBuf;
@@ -19,26 +19,6 @@ pub(crate) fn keys(text: &str) -> AuthorizedKeys {
     let file = tempfile::NamedTempFile::new().unwrap();
     std::fs::write(file.path(), text).unwrap();
     AuthorizedKeys::load(file.path()).unwrap()
-}
-
-/// A copy into the export.
-pub(crate) fn request() -> SessionRequest {
-    SessionRequest {
-        direction: Direction::Push,
-        export: "e".into(),
-        path: Vec::new(),
-        into_directory: true,
-        renamed: false,
-        offers: false,
-        destination: None,
-        sources: Vec::new(),
-        job: random(),
-        verify: 0,
-        data_key: None,
-        rate_limit: None,
-        revocable: true,
-        options: TreeOptions { recursive: true, ..TreeOptions::default() },
-    }
 }
 
 impl Served {
