@@ -163,6 +163,8 @@ pub(crate) struct Local {
     /// Registrations with epoll instances; and the instance, or [`SEVERAL`] if there has been more than one since there was none.
     pub(crate) registrations: AtomicU32,
     pub(crate) instance: AtomicU32,
+    /// Calls that are registering it.
+    pub(crate) registering: AtomicU32,
     /// Where in it the registration was last found.
     pub(crate) place: AtomicU32,
     /// The connection's waker, or 0 (see [`crate::waker`]); and one more than the number of the epoll instance that it is registered with,

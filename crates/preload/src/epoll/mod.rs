@@ -258,21 +258,49 @@ pub(crate) fn after_fork() {
     }
 }
 
-/// After `epoll_ctl` has succeeded.
-pub(crate) fn control(number: u32, ep: c_int, operation: c_int, fd: c_int, event: Option<epoll_event>) {
-    let mut is_new = None;
-    let Some(instance) = instance(number) else { return };
+/// Makes the call `plain`, an `epoll_ctl`, and records what it has changed. The lock is held meanwhile: another thread may have an event
+/// before the call returns, and change the registration or close the connection then.
+///
+/// # Safety
+/// `event` is null, invalid, or that of the call; it is read after the kernel has.
+pub(crate) unsafe fn control(
+    number: u32,
+    ep: c_int,
+    operation: c_int,
+    fd: c_int,
+    event: *const epoll_event,
+    plain: impl FnOnce() -> c_int,
+) -> c_int {
+    let Some(instance) = instance(number) else { return plain() };
     if let Some(inner) = slots::find_epoll(fd) {
-        // One within another: the outer one is woken by the kernel alone.
-        return set_nested(inner, fd);
+        let result = plain();
+        if result == 0 {
+            // One within another: the outer one is woken by the kernel alone.
+            set_nested(inner, fd);
+        }
+        return result;
     }
-    let Some(connection) = slots::find(fd) else { return };
+    let Some(connection) = slots::find(fd) else { return plain() };
     // One that stays with TCP is the kernel's alone. There may be a registration from before that was known.
     let is_kernels = slots::slot(connection).phase.load(Ordering::Relaxed) == slots::phase::NEVER;
     if is_kernels && slots::local(connection).registrations.load(Ordering::SeqCst) == 0 {
-        return;
+        return plain();
     }
-    let Ok(mut guard) = instance.lock.lock() else { return };
+    let Ok(mut guard) = instance.lock.lock() else { return plain() };
+    let _expected = (operation == libc::EPOLL_CTL_ADD).then(|| Expected::new(instance, connection));
+    let result = plain();
+    if result != 0 {
+        let error = data::errno();
+        drop(guard);
+        return data::fail(error) as c_int;
+    }
+    if slots::find(fd) != Some(connection) {
+        // Another thread has closed it meanwhile.
+        return 0;
+    }
+    // SAFETY: the kernel has read it, if it is not null.
+    let event = unsafe { event.as_ref() }.copied();
+    let mut is_new = None;
     let state = instance.state(&mut guard);
     let at = state.find(connection, Some(fd));
     if is_kernels {
@@ -281,7 +309,7 @@ pub(crate) fn control(number: u32, ep: c_int, operation: c_int, fd: c_int, event
             state.end(at);
             instance.connections.fetch_sub(1, Ordering::Relaxed);
         }
-        return;
+        return 0;
     }
     match (operation, at, event) {
         (libc::EPOLL_CTL_ADD, None, Some(event)) => {
@@ -375,6 +403,28 @@ pub(crate) fn control(number: u32, ep: c_int, operation: c_int, fd: c_int, event
             instance.ring(ep);
         }
     }
+    0
+}
+
+/// A registration that is about to be recorded: a thread that closes the connection meanwhile waits for that.
+struct Expected<'a> {
+    instance: &'a Instance,
+    connection: u32,
+}
+
+impl<'a> Expected<'a> {
+    fn new(instance: &'a Instance, connection: u32) -> Expected<'a> {
+        instance.connections.fetch_add(1, Ordering::SeqCst);
+        slots::local(connection).registering.fetch_add(1, Ordering::SeqCst);
+        Expected { instance, connection }
+    }
+}
+
+impl Drop for Expected<'_> {
+    fn drop(&mut self) {
+        slots::local(self.connection).registering.fetch_sub(1, Ordering::SeqCst);
+        self.instance.connections.fetch_sub(1, Ordering::Relaxed);
+    }
 }
 
 /// A call has found no room to send on a connection. False if what is registered with epoll cannot wait for that.
@@ -407,7 +457,8 @@ pub(crate) fn before_descriptor_closes(connection: u32, fd: c_int) {
 /// A connection has no descriptor any more: the kernel has forgotten it.
 pub(crate) fn forget_connection(connection: u32) {
     let local = slots::local(connection);
-    let is_registered = || local.registrations.load(Ordering::SeqCst) > 0;
+    let is_registered =
+        || local.registrations.load(Ordering::SeqCst) > 0 || local.registering.load(Ordering::SeqCst) > 0;
     if is_registered()
         && let Some(instance) = instance(local.instance.load(Ordering::Relaxed))
     {

@@ -107,13 +107,11 @@ fn created(fd: c_int) -> c_int {
 
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn epoll_ctl(ep: c_int, operation: c_int, fd: c_int, event: *mut epoll_event) -> c_int {
-    let result = unsafe { real::epoll_ctl(ep, operation, fd, event) };
-    if result == 0
-        && let Some(number) = slots::find_epoll(ep)
-    {
-        epoll::control(number, ep, operation, fd, unsafe { event.as_ref() }.copied());
+    let plain = || unsafe { real::epoll_ctl(ep, operation, fd, event) };
+    match slots::find_epoll(ep) {
+        Some(number) => unsafe { epoll::control(number, ep, operation, fd, event, plain) },
+        None => plain(),
     }
-    result
 }
 
 #[unsafe(no_mangle)]
