@@ -2,8 +2,9 @@
  *
  *     hostile SECONDS SEED
  *
- * One process serves a clean client and hostile ones, a thread for each connection, in every way to wait. Another one is the client of a
- * hostile server in the same ways. The calls of both return after the hostile end has gone, and the clean client gets its own bytes.
+ * One process serves a clean client and hostile ones: a thread for each connection in every way to wait, and an event loop for several.
+ * Another one is the client of a hostile server in the same ways. The calls of both return after the hostile end has gone, and the clean
+ * client gets its own bytes.
  */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
@@ -32,7 +33,7 @@ static void must(int holds, const char *what) {
     }
 }
 
-enum { BLOCKING, IMPATIENT, POLL, SELECT, EPOLL, EPOLL_EDGE, PEEK, MODES };
+enum { BLOCKING, IMPATIENT, POLL, SELECT, EPOLL, EPOLL_EDGE, PEEK, LOOP, MODES };
 
 /* Time for calls to return in after the hostile end has gone. */
 enum { PATIENCE = 30 };
@@ -139,10 +140,76 @@ static void echo(int fd, int mode) {
 
 static atomic_int serving[MODES];
 
+/* An event loop: no call waits but that for events. Bytes that cannot be sent at once wait in `pending`. */
+enum { FDS = 1024 };
+static struct pending {
+    char bytes[1 << 14];
+    int length;
+    // Of the connections that have had the descriptor.
+    unsigned number;
+} *pending[FDS];
+static int loop_epoll;
+
+static void watch(int operation, int fd, int events) {
+    struct epoll_event event = {.events = events, .data.u64 = (uint64_t)pending[fd]->number << 32 | fd};
+    must(epoll_ctl(loop_epoll, operation, fd, &event) == 0, operation == EPOLL_CTL_ADD ? "add" : "modify");
+}
+
+/* Whether the connection goes on. */
+static int step(int fd) {
+    struct pending *waits = pending[fd];
+    int n;
+    if (waits->length == 0) {
+        n = recv(fd, waits->bytes, sizeof waits->bytes, MSG_DONTWAIT);
+        if (n == 0 || (n < 0 && errno != EAGAIN))
+            return 0;
+        waits->length = n > 0 ? n : 0;
+    }
+    if (waits->length > 0) {
+        n = send(fd, waits->bytes, waits->length, MSG_DONTWAIT | MSG_NOSIGNAL);
+        if (n < 0 && errno != EAGAIN)
+            return 0;
+        if (n > 0)
+            memmove(waits->bytes, waits->bytes + n, waits->length -= n);
+    }
+    watch(EPOLL_CTL_MOD, fd, waits->length > 0 ? EPOLLOUT : EPOLLIN);
+    return 1;
+}
+
+static void *loop(void *unused) {
+    for (;;) {
+        struct epoll_event events[64];
+        int count = epoll_wait(loop_epoll, events, 64, -1);
+        for (int i = 0; i < count; i++) {
+            int fd = events[i].data.u64 & (FDS - 1);
+            errno = 0;
+            must(pending[fd]->number == events[i].data.u64 >> 32, "an event of a connection that is open");
+            if (!step(fd)) {
+                pending[fd]->number++;
+                close(fd);
+                serving[LOOP]--;
+            }
+        }
+    }
+    return unused;
+}
+
+static void serve_in_loop(int fd) {
+    must(fd < FDS, "room for the connection");
+    if (pending[fd] == NULL)
+        pending[fd] = calloc(1, sizeof *pending[fd]);
+    pending[fd]->length = 0;
+    serving[LOOP]++;
+    watch(EPOLL_CTL_ADD, fd, EPOLLIN);
+}
+
 static void *serve(void *arg) {
     int fd = (int)(long)arg;
     unsigned char mode;
-    if (recv(fd, &mode, 1, 0) == 1 && mode < MODES) {
+    int is_told = recv(fd, &mode, 1, 0) == 1 && mode < MODES;
+    if (is_told && mode == LOOP) {
+        serve_in_loop(fd);
+    } else if (is_told) {
         serving[mode]++;
         echo(fd, mode);
         serving[mode]--;
@@ -177,6 +244,8 @@ static void serve_all(void) {
     sigemptyset(&set);
     sigaddset(&set, SIGTERM);
     pthread_sigmask(SIG_BLOCK, &set, NULL);
+    loop_epoll = epoll_create1(EPOLL_CLOEXEC);
+    must(pthread_create(&thread, NULL, loop, NULL) == 0, "thread");
     must(pthread_create(&thread, NULL, accepts, NULL) == 0, "thread");
     sigwait(&set, &signal);
     double limit = now() + PATIENCE;
@@ -210,6 +279,8 @@ static void check(uint64_t seed) {
         // A server that does not wait for room has to have some.
         int most = mode == IMPATIENT ? 1 << 10 : sizeof sent;
         for (int turn = 0; turn < 400 && now() < end; turn++, exchanges++) {
+            // The event loop serves others beside hostile peers.
+            alarm(PATIENCE);
             int length = 1 + next_random(&seed) % most;
             for (int i = 0; i < length; i++)
                 sent[i] = next_random(&seed);
@@ -225,7 +296,7 @@ static void check(uint64_t seed) {
 
 /* The victim as a client of a hostile server. */
 static void ask(uint64_t seed) {
-    for (int mode = 0; now() < end; mode = (mode + 1) % MODES) {
+    for (int mode = 0; now() < end; mode = (mode + 1) % LOOP) {
         int fd = connect_to(&attacker);
         if (fd < 0)
             continue;
@@ -254,17 +325,25 @@ static int find_memory(uint64_t **memory, int most) {
     return count;
 }
 
-/* Words of 64 bits: those of the segment's head, and all before the rings. */
-enum { HEAD = 128 / 8, WORDS = 4096 / 8 };
+/* Words of 64 bits: those of the segment's head, these and the control words of both directions, and all before the rings. */
+enum { HEAD = 128 / 8, CONTROL = HEAD + 2 * 896 / 8, WORDS = 4096 / 8 };
+static const int regions[] = {HEAD, CONTROL, WORDS};
 
-/* Stores something somewhere, or in the head only. */
-static void scribble(uint64_t *memory, uint64_t *seed, int is_head) {
+/* Stores something into one of the first words. */
+static void scribble(uint64_t *memory, uint64_t *seed, int words) {
     uint64_t random = next_random(seed);
-    int at = next_random(seed) % (is_head ? HEAD : WORDS);
+    int at = next_random(seed) % words;
     _Atomic uint32_t *narrow = (_Atomic uint32_t *)(memory + at) + random % 2;
     _Atomic uint64_t *wide = (_Atomic uint64_t *)(memory + at);
     uint64_t old = *wide;
-    switch (random >> 8 & 7) {
+    switch (random >> 8 & 15) {
+    case 8:
+    case 9:
+    case 10:
+    case 11:
+        // The state of a word: the lowest bits.
+        *wide = old ^ 1 << (random >> 16 & 3);
+        break;
     case 0:
         *narrow = random >> 16 & 3;
         break;
@@ -301,12 +380,12 @@ static long attack(int fd, uint64_t *seed, int is_server) {
     long stores = 0;
     // A peer that breaks the connection at once, or later, or only when it is about to be closed, which may be as the protocol says.
     int turns = 4 + next_random(seed) % 60, quiet = next_random(seed) % 40, count = 0;
-    int is_head = next_random(seed) % 2, is_orderly = next_random(seed) % 2;
+    int words = regions[next_random(seed) % 3], is_orderly = next_random(seed) % 2;
     for (int turn = 0; turn < turns; turn++) {
         if (count == 0 && turn >= quiet)
             count = find_memory(memory, 64);
         for (int i = next_random(seed) % 20; count > 0 && i > 0; i--, stores++)
-            scribble(memory[next_random(seed) % count], seed, is_head);
+            scribble(memory[next_random(seed) % count], seed, words);
         int length = 1 + next_random(seed) % (next_random(seed) % 8 ? 100 : sizeof buffer);
         if (!is_server && send(fd, buffer, length, MSG_DONTWAIT | MSG_NOSIGNAL) < 0 && errno != EAGAIN)
             break;
@@ -328,35 +407,8 @@ static long attack(int fd, uint64_t *seed, int is_server) {
     // What both ends keep for the next connection.
     count = find_memory(memory, 64);
     for (int i = next_random(seed) % 4; count > 0 && i > 0; i--)
-        scribble(memory[next_random(seed) % count], seed, is_head);
+        scribble(memory[next_random(seed) % count], seed, words);
     return stores;
-}
-
-static void attack_server(uint64_t seed) {
-    long stores = 0;
-    while (now() < end) {
-        int fd = connect_to(&victim);
-        must(fd >= 0, "hostile connect");
-        char mode = next_random(&seed) % MODES;
-        if (send(fd, &mode, 1, MSG_NOSIGNAL) == 1)
-            stores += attack(fd, &seed, 0);
-        else
-            close(fd);
-    }
-    must(stores > 0, "stores into the memory of connections");
-    exit(0);
-}
-
-static void attack_clients(int listener, uint64_t seed) {
-    while (now() < end) {
-        struct pollfd one = {.fd = listener, .events = POLLIN};
-        if (poll(&one, 1, 100) == 1) {
-            int fd = accept4(listener, NULL, NULL, SOCK_CLOEXEC);
-            must(fd >= 0, "accept");
-            attack(fd, &seed, 1);
-        }
-    }
-    exit(0);
 }
 
 static pid_t begin(void) {
@@ -366,17 +418,64 @@ static pid_t begin(void) {
     return child;
 }
 
+/* Attacks in processes of their own, for some connections each: what they store may stop or end them. Reports whether one has stored
+ * anything. */
+static void attack_in_turns(long (*attack_some)(uint64_t), uint64_t seed) {
+    int has_stored = 0, status;
+    while (now() < end) {
+        pid_t child = begin();
+        if (child == 0) {
+            alarm(3);
+            _exit(attack_some(next_random(&seed)) > 0);
+        }
+        next_random(&seed);
+        waitpid(child, &status, 0);
+        has_stored |= status != 0;
+    }
+    must(has_stored, "stores into the memory of connections");
+    exit(0);
+}
+
+static long attack_server(uint64_t seed) {
+    long stores = 0;
+    for (int i = 0; i < 16 && now() < end; i++) {
+        int fd = connect_to(&victim);
+        must(fd >= 0, "hostile connect");
+        char mode = next_random(&seed) % MODES;
+        if (send(fd, &mode, 1, MSG_NOSIGNAL) == 1)
+            stores += attack(fd, &seed, 0);
+        else
+            close(fd);
+    }
+    return stores;
+}
+
+static int listener_of_attacker;
+
+static long attack_clients(uint64_t seed) {
+    long stores = 0;
+    for (int i = 0; i < 16 && now() < end; i++) {
+        struct pollfd one = {.fd = listener_of_attacker, .events = POLLIN};
+        if (poll(&one, 1, 100) == 1) {
+            int fd = accept4(listener_of_attacker, NULL, NULL, SOCK_CLOEXEC);
+            must(fd >= 0, "accept");
+            stores += attack(fd, &seed, 1);
+        }
+    }
+    return stores;
+}
+
 int main(int count, char **args) {
     setvbuf(stdout, NULL, _IOLBF, 0);
     must(count == 3, "hostile SECONDS SEED");
     uint64_t seed = strtoull(args[2], NULL, 10) * 2654435761u + 88172645463325252u;
     signal(SIGPIPE, SIG_IGN);
     listener_of_victim = listen_at(&victim);
-    int listener = listen_at(&attacker);
+    listener_of_attacker = listen_at(&attacker);
     end = now() + atof(args[1]);
     pid_t server = begin(), others[4];
     if (server == 0) {
-        close(listener);
+        close(listener_of_attacker);
         serve_all();
     }
     for (int i = 0; i < 4; i++) {
@@ -384,17 +483,17 @@ int main(int count, char **args) {
         if (others[i] == 0) {
             close(listener_of_victim);
             if (i != 3)
-                close(listener);
+                close(listener_of_attacker);
             if (i == 0)
                 check(seed);
             if (i == 1)
-                attack_server(seed + 1);
+                attack_in_turns(attack_server, seed + 1);
             if (i == 2)
                 ask(seed + 2);
-            attack_clients(listener, seed + 3);
+            attack_in_turns(attack_clients, seed + 3);
         }
     }
-    close(listener);
+    close(listener_of_attacker);
     static const char *names[] = {"the clean client", "the hostile client", "the client of a hostile server", "the hostile server"};
     int failures = 0, status;
     for (int i = 0; i < 4; i++) {
