@@ -282,6 +282,10 @@ impl Tcp for Connection {
         }
     }
 
+    fn received(&self) -> io::Result<u64> {
+        Ok(self.info()?.received)
+    }
+
     fn read(&self, to: &Pieces<'_>, max: usize) -> io::Result<usize> {
         let mut list = [libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 }; PIECES];
         let count = to.fill(max, &mut list);

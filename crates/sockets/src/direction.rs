@@ -42,6 +42,12 @@ pub trait Tcp {
     /// Those of `ioctl(2)`.
     fn available(&self) -> io::Result<usize>;
 
+    /// Number of bytes that have ever come, with those that reading steps over: the kernel keeps an urgent byte apart.
+    ///
+    /// # Errors
+    /// Those of `getsockopt(2)`.
+    fn received(&self) -> io::Result<u64>;
+
     /// Reads up to `max` bytes, of which there are as many.
     ///
     /// # Errors

@@ -36,8 +36,8 @@ struct Begun {
 /// Private state of the end that reads. All holders of the connection share it, under one lock.
 ///
 /// Each word of the peer's is copied here and checked against the copy before it: positions and counts never go back, and a run never
-/// changes once it has begun. So two calls never contradict each other, and a loop over them ends. After a word that cannot be, every
-/// call fails.
+/// changes once it has begun. Bytes of the TCP connection that a call has taken for data stay data, whatever the peer's words say later. So
+/// two calls never contradict each other, and a loop over them ends. After a word that cannot be, every call fails.
 #[derive(Debug, Clone)]
 pub struct Reader {
     direction: usize,
@@ -52,6 +52,8 @@ pub struct Reader {
     /// Highest number of runs and highest position of the ring that the peer has published.
     opened: u32,
     tail: u64,
+    /// Bytes of the TCP connection up to this position are data: a caller has been told so, and may count on it.
+    told: u64,
     /// Number of finished runs that the peer knows of.
     done: u32,
     /// The peer has written what cannot be.
@@ -86,6 +88,7 @@ impl Reader {
             has_begun: false,
             opened: 0,
             tail: 0,
+            told: 0,
             done: 0,
             is_broken: false,
             is_taking: false,
@@ -232,7 +235,16 @@ impl Reader {
             if ring > 0 {
                 return Ok(Found::Ring(ring));
             }
-            let Some(Begun { start, end, .. }) = self.current(segment)? else {
+            let current = self.current(segment)?;
+            let told = self.told_data(current);
+            if told > 0 {
+                match self.available(tcp).min(told) {
+                    // Something else has taken them.
+                    0 => self.told = self.position,
+                    len => return Ok(Found::Tcp(len)),
+                }
+            }
+            let Some(Begun { start, end, .. }) = current else {
                 return Ok(Found::Nothing);
             };
             if self.position < start {
@@ -252,7 +264,11 @@ impl Reader {
                 available = self.available(tcp);
             }
             if end == OPEN {
-                return Ok(if available > 0 { Found::Tcp(available) } else { Found::Nothing });
+                if available == 0 {
+                    return Ok(Found::Nothing);
+                }
+                self.told = self.told.max(self.position.saturating_add(available as u64));
+                return Ok(Found::Tcp(available));
             }
             let Some(left) = end.checked_sub(self.position) else { return self.broken() };
             if left > 0 {
@@ -263,6 +279,16 @@ impl Reader {
         }
         // A peer that begins runs as fast as they are passed, or sends doorbells without end.
         self.broken()
+    }
+
+    /// Number of the next bytes of the TCP connection that are known to be data, and are not of this run.
+    fn told_data(&self, current: Option<Begun>) -> usize {
+        let end = match current {
+            None => u64::MAX,
+            Some(run) if self.position < run.start => run.start,
+            Some(_) => return 0,
+        };
+        usize::try_from(self.told.min(end).saturating_sub(self.position)).unwrap_or(usize::MAX)
     }
 
     fn begin_taking(&mut self) {
@@ -390,8 +416,14 @@ impl Reader {
         }
         // Before the number of doorbells, which counts each before it is sent.
         let available = self.available(tcp);
-        let bells = if self.has_run(segment) { 0 } else { self.bells(segment) };
-        Ok(available.saturating_sub(bells))
+        if self.has_run(segment) {
+            return Ok(available);
+        }
+        let unexpected = available.saturating_sub(self.bells(segment));
+        if unexpected > 0 {
+            self.told = self.told.max(self.position.saturating_add(unexpected as u64));
+        }
+        Ok(unexpected)
     }
 
     /// As [`Reader::read`], but leaves everything there.
@@ -464,8 +496,18 @@ impl Reader {
                     break;
                 }
             }
+            let current = ahead.current(segment)?;
+            let skipped = ahead.position - self.position;
+            let told = available.saturating_sub(skipped).min(ahead.told_data(current) as u64);
+            if told > 0 {
+                let taken = visit(&mut ahead, Found::Tcp(told as usize), skipped as usize) as u64;
+                ahead.position += taken;
+                if taken < told {
+                    break;
+                }
+            }
             // What was there before the run has ended belongs to it.
-            let Some(Begun { start, end, .. }) = ahead.current(segment)? else { break };
+            let Some(Begun { start, end, .. }) = current else { break };
             ahead.position = ahead.position.max(start);
             let skipped = ahead.position - self.position;
             let len = available.saturating_sub(skipped).min(end.saturating_sub(ahead.position));

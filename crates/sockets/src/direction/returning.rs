@@ -11,10 +11,12 @@ use std::io;
 use std::sync::atomic::Ordering;
 use thruway_memory::shared;
 
-/// Most bytes that are returned: more than the kernel's buffers of a connection and a ring hold.
+/// A reader that has taken so many bytes takes no more: they are more than the kernel's buffers of a connection and a ring hold.
 const MAX: usize = 32 << 20;
 /// Most bytes of one read.
 const PIECE: usize = 256 << 10;
+/// Most bytes that are returned.
+pub(super) const RETURNED_MAX: usize = MAX + PIECE;
 
 /// A return in progress. Its owner holds the reader's lock from its beginning to its end.
 #[derive(Debug, Default)]
@@ -51,8 +53,13 @@ impl Return {
         let resent = control.resent.load(Ordering::Acquire);
         let Some(stopped_at) = self.stopped_at else {
             let taken = self.take(reader, segment, tcp)?;
-            if resent & STOPPED != 0 && reader.position() == resent >> POSITION {
-                self.stopped_at = Some(reader.position());
+            let stop = resent >> POSITION;
+            // Reading has stepped over an urgent byte, which the writer has counted.
+            let has_all = || {
+                taken == 0 && tcp.received().is_ok_and(|all| all == stop) && tcp.available().is_ok_and(|len| len == 0)
+            };
+            if resent & STOPPED != 0 && (reader.position() == stop || has_all()) {
+                self.stopped_at = Some(stop);
                 return Ok(Step::Moved);
             }
             return Ok(if taken > 0 { Step::Moved } else { Step::Waits });

@@ -1,5 +1,5 @@
 use super::*;
-use crate::segment::{End, OPEN, POSITION, RUNS, Segment, WakeBy};
+use crate::segment::{CLOSED, End, OPEN, POSITION, RETURNS, RUNS, Segment, WakeBy};
 use std::cell::Cell;
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -36,6 +36,11 @@ impl Fake {
         len
     }
 
+    /// A byte that reading steps over.
+    fn send_urgent(&self) {
+        self.state.lock().unwrap().written += 1;
+    }
+
     /// As the relay does.
     pub(crate) fn wake(&self) {
         self.state.lock().unwrap().woken += 1;
@@ -63,6 +68,10 @@ impl Tcp for Fake {
 
     fn available(&self) -> io::Result<usize> {
         Ok(self.state.lock().unwrap().bytes.len())
+    }
+
+    fn received(&self) -> io::Result<u64> {
+        Ok(self.state.lock().unwrap().written)
     }
 
     fn read(&self, to: &Pieces<'_>, max: usize) -> io::Result<usize> {
@@ -463,6 +472,149 @@ fn a_peer_does_not_take_back_what_a_reader_has_found() {
     assert_eq!(reader.find(&segment, &tcp), Err(Broken));
 }
 
+/// Bytes of the TCP connection that a reader has called data stay data, whatever the peer says of them later.
+#[test]
+fn a_peer_does_not_make_doorbells_of_data() {
+    let begin = || {
+        let (segment, fd) = Segment::create(RING).unwrap();
+        let control = segment.control(0);
+        control.runs[0].end.store(OPEN, Ordering::SeqCst);
+        control.opened.store(1, Ordering::SeqCst);
+        (segment, fd, Reader::new(End::Taker, 0), Fake::new(4096))
+    };
+    let has = |reader: &mut Reader, segment: &Segment, tcp: &Fake| {
+        assert_eq!(reader.find(segment, tcp), Ok(Found::Tcp(3)));
+        assert_eq!(receive(reader, segment, tcp, 100, true), [1, 2, 3]);
+        assert_eq!(reader.unread(segment, tcp), Ok(3));
+        assert_eq!(receive(reader, segment, tcp, 100, false), [1, 2, 3]);
+        assert_eq!(reader.find(segment, tcp), Ok(Found::Nothing));
+    };
+    // The number of doorbells changes.
+    let (segment, _fd, mut reader, tcp) = begin();
+    let control = segment.control(0);
+    control.runs[0].end.store(0, Ordering::SeqCst);
+    assert_eq!(reader.find(&segment, &tcp), Ok(Found::Nothing));
+    tcp.send(&[1, 2, 3]);
+    assert_eq!(reader.unexpected(&segment, &tcp), Ok(3));
+    control.ringing.store(1 << 20, Ordering::SeqCst);
+    has(&mut reader, &segment, &tcp);
+    // A run begins behind them.
+    let (segment, _fd, mut reader, tcp) = begin();
+    let control = segment.control(0);
+    control.runs[0].end.store(0, Ordering::SeqCst);
+    tcp.send(&[1, 2, 3]);
+    assert_eq!(reader.unexpected(&segment, &tcp), Ok(3));
+    control.runs[1].start.store(3, Ordering::SeqCst);
+    control.runs[1].end.store(OPEN, Ordering::SeqCst);
+    control.opened.store(2, Ordering::SeqCst);
+    has(&mut reader, &segment, &tcp);
+    // The run that they are of has ended before them.
+    let (segment, _fd, mut reader, tcp) = begin();
+    tcp.send(&[1, 2, 3]);
+    assert_eq!(reader.find(&segment, &tcp), Ok(Found::Tcp(3)));
+    segment.control(0).runs[0].end.store(0, Ordering::SeqCst);
+    segment.control(0).ringing.store(1 << 20, Ordering::SeqCst);
+    has(&mut reader, &segment, &tcp);
+    // Something else takes them: what comes then is a doorbell again.
+    let (segment, _fd, mut reader, tcp) = begin();
+    segment.control(0).runs[0].end.store(0, Ordering::SeqCst);
+    tcp.send(&[1, 2, 3]);
+    assert_eq!(reader.unexpected(&segment, &tcp), Ok(3));
+    tcp.skip(3).unwrap();
+    assert_eq!(reader.find(&segment, &tcp), Ok(Found::Nothing));
+    segment.control(0).ringing.store(1, Ordering::SeqCst);
+    tcp.doorbell();
+    assert_eq!(reader.find(&segment, &tcp), Ok(Found::Nothing));
+    assert!(reader.discard_doorbells(&segment, &tcp));
+}
+
+/// An urgent byte that nobody has read, which reading steps over, holds up no return.
+#[test]
+fn bytes_before_and_behind_an_urgent_one_are_returned() {
+    let (segment, fd) = Segment::create(RING).unwrap();
+    let other = Segment::adopt(&fd).unwrap();
+    let tcp = Fake::new(1 << 20);
+    let (mut writer, mut reader) = (Writer::new(End::Maker), Reader::new(End::Taker, 0));
+    reader.set_ready(&other, &tcp);
+    assert_eq!(send(&mut writer, &segment, &tcp, 0, 100, true), 100);
+    writer.enter_tcp(&segment, &tcp, true).unwrap();
+    tcp.send_urgent();
+    assert_eq!(send(&mut writer, &segment, &tcp, 100, 50, false), 50);
+    assert!(reader.close_ring(&other, &tcp, || true).unwrap() > 0);
+    let mut returning = Return::default();
+    let mut steps = 0;
+    while returning.step(&mut reader, &other, &tcp).unwrap() != Step::Done {
+        _ = writer.send_again(&segment, &tcp).unwrap();
+        steps += 1;
+        assert!(steps < 100);
+    }
+    let mut got = 0;
+    check(tcp.state.lock().unwrap().bytes.make_contiguous(), &mut got, "returned");
+    assert_eq!(got, 150);
+    // SAFETY: nothing uses them any more.
+    unsafe { (segment.unmap(), other.unmap()) };
+}
+
+/// A call that sends returned bytes again ends, however fast the reader returns more.
+#[test]
+fn a_peer_that_returns_without_end_keeps_no_caller() {
+    let (segment, _fd) = Segment::create(RING).unwrap();
+    let (mut writer, tcp) = (Writer::new(End::Maker), Endless { segment: &segment });
+    let control = segment.control(0);
+    control.tail.store(CLOSED, Ordering::SeqCst);
+    control.returned.store((RING as u64) << POSITION | RETURNS, Ordering::SeqCst);
+    let mut calls = 0;
+    let error = loop {
+        calls += 1;
+        match writer.send_again(&segment, &tcp) {
+            Ok(is_over) => assert!(!is_over && writer.awaits_return()),
+            Err(error) => break error,
+        }
+    };
+    assert_eq!(error.kind(), io::ErrorKind::InvalidData);
+    assert!(calls >= returning::RETURNED_MAX / RING, "{calls}");
+}
+
+/// A TCP connection whose reader returns a ring of bytes whenever it gets one.
+struct Endless<'a> {
+    segment: &'a Segment,
+}
+
+impl Tcp for Endless<'_> {
+    fn written(&self) -> io::Result<u64> {
+        Ok(0)
+    }
+
+    fn available(&self) -> io::Result<usize> {
+        Ok(0)
+    }
+
+    fn received(&self) -> io::Result<u64> {
+        Ok(0)
+    }
+
+    fn read(&self, _: &Pieces<'_>, _: usize) -> io::Result<usize> {
+        Err(io::ErrorKind::WouldBlock.into())
+    }
+
+    fn peek(&self, _: &Pieces<'_>, _: usize, _: usize) -> io::Result<usize> {
+        Err(io::ErrorKind::WouldBlock.into())
+    }
+
+    fn skip(&self, _: usize) -> io::Result<usize> {
+        Err(io::ErrorKind::WouldBlock.into())
+    }
+
+    unsafe fn send(&self, _: *const u8, len: usize) -> io::Result<usize> {
+        self.segment.control(0).returned.fetch_add((len as u64) << POSITION, Ordering::SeqCst);
+        Ok(len)
+    }
+
+    fn flush(&self) {}
+
+    fn doorbell(&self) {}
+}
+
 /// Words that only a relay uses mean nothing within a host.
 #[test]
 fn a_peer_on_this_host_does_not_cut_a_way_to_another_one() {
@@ -518,6 +670,10 @@ impl Tcp for Bells {
     }
 
     fn available(&self) -> io::Result<usize> {
+        Ok(1)
+    }
+
+    fn received(&self) -> io::Result<u64> {
         Ok(1)
     }
 

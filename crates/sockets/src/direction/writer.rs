@@ -1,5 +1,6 @@
 //! The end of a direction that writes.
 
+use super::returning::RETURNED_MAX;
 use super::{Broken, PIECES, Tcp, in_order};
 use crate::iovecs::Pieces;
 use crate::segment::{
@@ -267,7 +268,10 @@ impl Writer {
         self.send_returned(segment, tcp)
     }
 
-    /// Sends again bytes that the reader returns. False while bytes are left.
+    /// Sends again bytes that the reader returns, at most as many as the ring has in one call. False while bytes are left.
+    ///
+    /// # Errors
+    /// [`Broken`], also after more bytes than an honest reader returns; those of the TCP connection.
     fn send_returned(&mut self, segment: &Segment, tcp: &impl Tcp) -> io::Result<bool> {
         let control = segment.control(self.direction);
         if control.returned.load(Ordering::Acquire) & RETURNS == 0 {
@@ -278,17 +282,24 @@ impl Writer {
         }
         let Some(stop) = self.stop.as_mut().filter(|stop| !stop.is_over) else { return Ok(true) };
         let size = segment.ring_size();
+        let begin = stop.resent;
         loop {
             control.resent.store((stop.written + stop.resent) << POSITION | STOPPED, Ordering::Release);
             let word = control.returned.load(Ordering::Acquire);
-            let left = (word >> POSITION).checked_sub(stop.resent).filter(|left| *left <= size as u64).ok_or(Broken)?;
+            let returned = Some(word >> POSITION).filter(|returned| *returned <= RETURNED_MAX as u64).ok_or(Broken)?;
+            let left = returned.checked_sub(stop.resent).filter(|left| *left <= size as u64).ok_or(Broken)?;
             if left == 0 {
                 stop.is_over = word & RETURNED_ALL != 0;
                 return Ok(stop.is_over);
             }
+            let room = size - (stop.resent - begin) as usize;
+            if room == 0 {
+                // A reader that returns as fast as this sends is not to keep the caller.
+                return Ok(false);
+            }
             let at = stop.resent as usize & (size - 1);
             // SAFETY: inside the ring.
-            match unsafe { tcp.send(segment.ring(self.direction).add(at), (left as usize).min(size - at)) } {
+            match unsafe { tcp.send(segment.ring(self.direction).add(at), (left as usize).min(size - at).min(room)) } {
                 Ok(sent) => stop.resent += sent as u64,
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(false),
                 Err(error) => {

@@ -15,8 +15,8 @@ static void echo(int accepted) {
     must(byte == 'a', "the first byte behind the exchanges");
 }
 
-/* Receives to the end, and counts. */
-static void count(int accepted, const char *how) {
+/* Receives to the end, and counts. Says when it has received so many bytes. */
+static void count(int accepted, const char *how, long said_after) {
     long before = 1, behind = 0, others = 0;
     char bytes[4096];
     int ep = epoll_create1(EPOLL_CLOEXEC), n;
@@ -36,22 +36,59 @@ static void count(int accepted, const char *how) {
             behind += bytes[i] == 'b';
             others += bytes[i] != 'a' && bytes[i] != 'b';
         }
+        if (before + behind >= said_after) {
+            must(send(accepted, "d", 1, 0) == 1, "send");
+            said_after = 1 << 30;
+        }
     }
     printf("%s: %ld before, %ld behind, %ld others, end %d\n", how, before, behind, others, n);
 }
 
 static void waiting(int accepted) {
     echo(accepted);
-    count(accepted, "waiting");
+    count(accepted, "waiting", 1 << 30);
 }
 
 static void polling(int accepted) {
     echo(accepted);
-    count(accepted, "polling");
+    count(accepted, "polling", 1 << 30);
+}
+
+/* Bytes before the urgent one, and behind it. */
+enum { BEFORE = 5000, BEHIND = 3000 };
+
+static int all_sent[2];
+
+/* Hands the connection over to another process before anything is read but the first byte. */
+static void handing(int accepted) {
+    char byte, control[CMSG_SPACE(sizeof accepted)] = {0};
+    int pair[2], status;
+    must(socketpair(AF_UNIX, SOCK_STREAM, 0, pair) == 0, "socketpair");
+    echo(accepted);
+    must(read(all_sent[0], &byte, 1) == 1, "read");
+    struct iovec bytes = {.iov_base = &byte, .iov_len = 1};
+    struct msghdr message = {.msg_iov = &bytes, .msg_iovlen = 1, .msg_control = control, .msg_controllen = sizeof control};
+    fflush(stdout);
+    pid_t other = fork();
+    if (other == 0) {
+        close(accepted);
+        must(recvmsg(pair[1], &message, 0) == 1, "recvmsg");
+        memcpy(&accepted, CMSG_DATA(CMSG_FIRSTHDR(&message)), sizeof accepted);
+        count(accepted, "handed over", BEFORE + BEHIND);
+        exit(0);
+    }
+    struct cmsghdr *header = CMSG_FIRSTHDR(&message);
+    *header = (struct cmsghdr){.cmsg_len = CMSG_LEN(sizeof accepted), .cmsg_level = SOL_SOCKET, .cmsg_type = SCM_RIGHTS};
+    memcpy(CMSG_DATA(header), &accepted, sizeof accepted);
+    must(sendmsg(pair[0], &message, 0) == 1, "sendmsg");
+    close(accepted);
+    waitpid(other, &status, 0);
+    must(status == 0, "the other process");
 }
 
 int main(void) {
     alarm(60);
+    must(pipe2(all_sent, O_CLOEXEC) == 0, "pipe");
     void (*ends[])(int) = {waiting, polling};
     for (int i = 0; i < 2; i++) {
         pid_t child = connect_to_child(ends[i]);
@@ -68,5 +105,18 @@ int main(void) {
         shutdown(one, SHUT_WR);
         end_child(child);
     }
+    pid_t child = connect_to_child(handing);
+    for (int turn = 0; turn < 100; turn++) {
+        must(send(one, "p", 1, 0) == 1, "send");
+        exactly(one, 1);
+    }
+    char bytes[BEFORE];
+    memset(bytes, 'a', BEFORE);
+    must(send(one, bytes, BEFORE, 0) == BEFORE && send(one, "!", 1, MSG_OOB) == 1, "send");
+    memset(bytes, 'b', BEHIND);
+    must(send(one, bytes, BEHIND, 0) == BEHIND && write(all_sent[1], "s", 1) == 1, "send");
+    exactly(one, 1);
+    shutdown(one, SHUT_WR);
+    end_child(child);
     return 0;
 }
