@@ -5,6 +5,7 @@
 //! calls do then, `wait` and `epoll` how readiness in memory and in the kernel becomes one, `process` what fork, exec and exit do.
 //! Hooks are in `hooks`. They must work in signal handlers and children of `vfork`, and before and after everything else.
 
+mod allowance;
 mod data;
 mod epoll;
 mod experience;

@@ -12,7 +12,7 @@ use crate::peers::Sender;
 use crate::report::{Reason, count, counters, stays, tell};
 use crate::slots::{self, Last, Slot, Upgrade, phase};
 use crate::tcp::Connection;
-use crate::{SETTINGS, experience, peers, relay, relayed, report, room, spares, uring, waker};
+use crate::{SETTINGS, allowance, experience, peers, relay, relayed, report, room, spares, uring, waker};
 use rustix::fd::{AsFd, OwnedFd};
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
@@ -309,11 +309,8 @@ fn look(slot: &'static Slot, guard: &Guard<'_>, fd: i32, calls: u32) {
     }
 }
 
-/// How long a call may wait for processes that have connected to send what they offer; and this process in all for those of other users
-/// that have sent nothing.
+/// How long a call may wait for processes that have connected to send what they offer.
 const OFFER_PATIENCE: Duration = Duration::from_millis(200);
-const OFFER_PATIENCE_OTHERS: Duration = Duration::from_secs(2);
-static WAITED_FOR_OFFERS: AtomicU64 = AtomicU64::new(0);
 /// Offers that a call takes.
 const OFFERS_AT_ONCE: usize = 16;
 
@@ -510,12 +507,12 @@ fn take_offers() {
         let sender = Sender::of(&socket);
         // However many have connected: this call is the program's.
         let mut patience = OFFER_PATIENCE.saturating_sub(begin.elapsed());
-        if !sender.is_own && Duration::from_micros(WAITED_FOR_OFFERS.load(Ordering::Relaxed)) > OFFER_PATIENCE_OTHERS {
+        if !sender.is_own && !allowance::has(OFFER_PATIENCE) {
             patience = Duration::ZERO;
         }
         let waits = Instant::now();
         if sender.may_offer() && !has_sent(&socket, patience) && !sender.is_own {
-            WAITED_FOR_OFFERS.fetch_add(waits.elapsed().as_micros() as u64, Ordering::Relaxed);
+            allowance::spend(waits.elapsed());
         }
         match take_offer(&socket, &sender) {
             Ok(()) => drop(socket),

@@ -1,18 +1,20 @@
 //! What a connection goes through before an end of it: it is shut down, closed, or left to TCP.
 
 use super::{code, keep_error};
+use crate::allowance::{self, Steps};
 use crate::relayed::{CATCH_UP_MAX, Pause, at_end, closing_time, is_settled, take_tcp_back};
 use crate::report::{count, counters};
 use crate::slots::{self, Receiving, Sending, Slot};
 use crate::tcp::Connection;
 use crate::{room, switch};
 use libc::c_int;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 use thruway_sockets::{Found, Return, Step};
 
-/// Longest time that a call which closes waits for doorbells that the kernel has not delivered yet.
-const DOORBELLS_MAX: Duration = Duration::from_millis(20);
+/// Steps, of a millisecond, that a call which closes waits at most for doorbells that the kernel has not delivered yet.
+const DOORBELL_STEPS: u32 = 20;
+const DOORBELL_STEP: Duration = Duration::from_millis(1);
 
 /// Before the last descriptor of a connection is closed: doorbells that nothing has read would have the kernel reset it, and bytes in
 /// the ring that nothing has read would not.
@@ -29,9 +31,10 @@ pub(crate) fn settle(slot: &Slot, fd: c_int, mut receiving: Receiving<'_>) {
     match reader.find(segment, &connection) {
         Ok(Found::Ring(_)) => connection.reset_at_close(),
         Ok(Found::Nothing) => {
-            let mut pause = Pause::default();
+            let mut wait = Steps::new(DOORBELL_STEP, DOORBELL_STEPS);
             reader.discard_doorbells(segment, &connection);
-            while !segment.is_relayed() && reader.has_doorbells(segment) && pause.pass(DOORBELLS_MAX) {
+            while !segment.is_relayed() && reader.has_doorbells(segment) && wait.go_on(slot) {
+                std::thread::yield_now();
                 reader.discard_doorbells(segment, &connection);
             }
         }
@@ -106,23 +109,14 @@ pub(crate) fn honour_closed_ring(slot: &Slot, fd: c_int) -> bool {
     !matches!(writer.send_again(segment, &Connection::new(fd)), Ok(false)) || writer.awaits_return()
 }
 
-/// Steps of a tenth of a second that calls of this process have waited for peers which are other users.
-static WAITED_FOR_OTHERS: AtomicU32 = AtomicU32::new(0);
-
-/// Whether a call that ends something may wait another such step for the peer: for other users two seconds in all.
-fn may_wait_for_peer(slot: &Slot) -> bool {
-    !slot.is_others.load(Ordering::Relaxed) || WAITED_FOR_OTHERS.fetch_add(1, Ordering::Relaxed) < STEPS
-}
-
 /// Steps, of a tenth of a second, that a call which ends something waits for the peer.
 const STEPS: u32 = 20;
 const STEP: Duration = Duration::from_millis(100);
 
-/// As [`honour_closed_ring`], before the connection is closed or handed over: for two seconds at most, and for peers which are other users
-/// for as long all together. False if the reader has not been sent all of it by then: what follows must not look like the end.
+/// As [`honour_closed_ring`], before the connection is closed or handed over: for two seconds at most. False if the reader has not been sent all of it by then: what follows must not look like the end.
 fn honour_before_end(slot: &Slot, fd: c_int) -> bool {
     let connection = Connection::new(fd);
-    let (begin, mut steps) = (Instant::now(), 0);
+    let mut wait = Steps::new(STEP, STEPS);
     loop {
         let Ok(Some(mut sending)) = slot.sending() else { return true };
         let Sending { segment, writer, .. } = &mut sending;
@@ -131,11 +125,8 @@ fn honour_before_end(slot: &Slot, fd: c_int) -> bool {
         }
         let awaits = writer.awaits_return();
         drop(sending);
-        while STEP * steps <= begin.elapsed() {
-            if steps == STEPS || !may_wait_for_peer(slot) {
-                return false;
-            }
-            steps += 1;
+        if !wait.go_on(slot) {
+            return false;
         }
         connection.wait_to_send_again(awaits, STEP);
     }
@@ -162,7 +153,8 @@ const CALLS_MAX: Duration = Duration::from_millis(64);
 fn return_unread(slot: &Slot, fd: c_int, receiving: &mut Receiving<'_>) -> bool {
     let connection = Connection::new(fd);
     let mut bytes = Return::default();
-    let (mut begin, mut called, mut apart, mut steps) = (Instant::now(), None::<Instant>, Duration::from_millis(1), 0);
+    let (mut called, mut apart) = (None::<Instant>, Duration::from_millis(1));
+    let mut wait = Steps::new(STEP, STEPS);
     loop {
         let Receiving { segment, reader, .. } = &mut *receiving;
         let step = bytes.step(reader, segment, &connection);
@@ -172,17 +164,14 @@ fn return_unread(slot: &Slot, fd: c_int, receiving: &mut Receiving<'_>) -> bool 
             Step::Done => return true,
             // A peer that is another user has two seconds in all.
             Step::Moved if !slot.is_others.load(Ordering::Relaxed) => {
-                (begin, apart, steps) = (Instant::now(), Duration::from_millis(1), 0);
+                (wait, apart) = (Steps::new(STEP, STEPS), Duration::from_millis(1));
             }
             // A peer that sends goes on when the next reader has made room.
-            Step::Returned if begin.elapsed() >= STEP => return true,
+            Step::Returned if wait.elapsed() >= STEP => return true,
             _ => {}
         }
-        while step != Step::Moved && STEP * steps <= begin.elapsed() {
-            if steps == STEPS || !may_wait_for_peer(slot) {
-                return false;
-            }
-            steps += 1;
+        if step != Step::Moved && !wait.go_on(slot) {
+            return false;
         }
         // After its end, a peer sends nothing again.
         if connection.ends() != 0 {
@@ -223,7 +212,7 @@ fn demote_for(slot: &Slot, fd: c_int, is_read: bool) -> usize {
         let Receiving { segment, reader, .. } = &mut receiving;
         let (mut pause, mut limit) = (Pause::default(), None);
         let patience = || {
-            let limit = limit.get_or_insert_with(|| match may_wait_for_peer(slot) {
+            let limit = limit.get_or_insert_with(|| match allowance::may_wait(slot, STEP) {
                 true => closing_time(segment),
                 false => Duration::ZERO,
             });

@@ -7,7 +7,7 @@ use crate::room::Blocked;
 use crate::signals::{self, Handlers};
 use crate::slots::{self, Sending, Slot, phase};
 use crate::tcp::Connection;
-use crate::{room, switch, wait};
+use crate::{allowance, room, switch, wait};
 use libc::{c_int, ssize_t};
 use std::io;
 use std::sync::atomic::Ordering;
@@ -96,7 +96,19 @@ const OVERFLOW: usize = 256 << 10;
 
 /// Longest total time that the non-blocking calls on a connection wait for a [`Return`](thruway_sockets::Return): returned bytes do not
 /// make the connection writable. Later calls fail at once, so that a peer which never ends its return does not stop an event loop.
+/// [`crate::allowance`] is the limit of all connections.
 const RETURN_MAX: Duration = Duration::from_millis(200);
+/// Time of such a wait that is spent at once.
+const RETURN_STEP: Duration = Duration::from_millis(1);
+/// Longest return by another user after [`crate::allowance`] has been spent. Until its end the connection may be called writable, and an event
+/// loop calls for each such connection again and again.
+const RETURN_MAX_SPENT: Duration = Duration::from_millis(100);
+
+/// After so long a return the connection breaks.
+fn return_limit(slot: &Slot) -> Duration {
+    let is_spent = slot.is_others.load(Ordering::Relaxed) && !allowance::has(RETURN_STEP);
+    if is_spent { RETURN_MAX_SPENT } else { CATCH_UP_MAX }
+}
 
 /// Sends through the ring as far as that is possible. False if the rest must go by TCP; then [`Slot::plain_sends`] counts this call,
 /// so that no other one leaves TCP meanwhile. `total`: bytes of the whole call.
@@ -140,14 +152,15 @@ unsafe fn send_accelerated(
             }
             drop(sending);
             let waited = begin.get_or_insert_with(Instant::now).elapsed();
-            if awaits && waited.max(returns_for(slot)) >= CATCH_UP_MAX {
+            if awaits && waited.max(returns_for(slot)) >= return_limit(slot) {
                 return Err(broken(slot, fd, &io::ErrorKind::TimedOut.into()));
             }
             let limit = connection.send_limit();
             let left = limit.map_or(Duration::from_secs(1), |limit| limit.saturating_sub(waited));
             let is_impatient = flags & libc::MSG_DONTWAIT != 0 || !waits(fd);
             let returned_for = Duration::from_millis(slot.returned_for.load(Ordering::Relaxed).into());
-            if left.is_zero() || is_impatient && !(awaits && returned_for < RETURN_MAX) {
+            let may_wait = || awaits && returned_for < RETURN_MAX && allowance::may_wait(slot, RETURN_STEP);
+            if left.is_zero() || is_impatient && !may_wait() {
                 return Err(libc::EAGAIN);
             }
             let most = if is_impatient { RETURN_MAX - returned_for } else { Duration::from_secs(1) };
