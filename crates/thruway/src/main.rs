@@ -22,8 +22,9 @@ mod ssh;
 
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{CommandFactory, Parser, Subcommand};
+use std::io::Write;
 use std::process::ExitCode;
-use thruway_cli::{Common, say_error};
+use thruway_cli::{Common, Failed, say_error};
 
 /// Copies directory trees, serves disks, shares directories by NFS, and speeds up socket programs, over RDMA, iWARP, shared memory
 /// and TCP.
@@ -76,6 +77,11 @@ fn parse() -> Cli {
             && let Some(hint) = cp::hint(argument)
         {
             error.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![hint.into()]));
+        }
+        if is_information {
+            let printed = error.print().and_then(|()| std::io::stdout().flush());
+            let code = printed.map_or_else(|error| Failed::output(&error) as i32, |()| 0);
+            std::process::exit(code);
         }
         error.exit()
     })

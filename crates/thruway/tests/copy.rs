@@ -916,6 +916,18 @@ fn failing_outputs() -> [(Stdio, &'static str); 2] {
 }
 
 #[test]
+fn help_that_cannot_be_printed_is_a_failure() {
+    let lab = Lab::new();
+    for option in ["--help", "-V"] {
+        for (output, _) in failing_outputs() {
+            let status = thruway(lab.dir.path()).arg(option).stdout(output).status().unwrap();
+            assert_eq!(status.code(), Some(1), "{option}");
+        }
+        assert!(thruway(lab.dir.path()).arg(option).output().unwrap().status.success());
+    }
+}
+
+#[test]
 fn a_demo_whose_output_fails_leaves_nothing_behind() {
     for (output, why) in failing_outputs() {
         let lab = Lab::new();
