@@ -3,12 +3,14 @@
 #![forbid(unsafe_code)]
 mod book;
 mod extended;
+mod steps;
 mod vm;
 
 use std::env;
 use std::path::Path;
 use std::process::{Command, ExitCode};
 use std::time::Instant;
+use steps::Steps;
 
 const USAGE: &str = "\
 cargo xtask TASK
@@ -68,18 +70,13 @@ fn main() -> ExitCode {
     let args: Vec<String> = env::args().skip(1).collect();
     let args: Vec<&str> = args.iter().map(String::as_str).collect();
     let result = match args.as_slice() {
-        ["test"] => {
-            let tests = || {
-                unit()
-                    .and_then(|()| loom())
-                    .and_then(|()| sanitize())
-                    .and_then(|()| vm::test(""))
-                    .and_then(|()| fuzz("10"))
-            };
-            setup().and_then(|()| check()).and_then(|()| tests())
-        }
+        ["test"] => setup().and_then(|()| test()),
         ["quick"] => quick(),
-        ["check"] => check(),
+        ["check"] => {
+            let mut steps = Steps::default();
+            check(&mut steps);
+            steps.finish()
+        }
         ["unit"] => unit(),
         ["sanitize"] => sanitize(),
         ["loom"] => loom(),
@@ -295,33 +292,37 @@ fn installed(package: &str) -> bool {
     query.is_ok_and(|o| String::from_utf8_lossy(&o.stdout).ends_with(" installed"))
 }
 
-fn format_and_lints() -> Result<(), String> {
-    run("format", "cargo", &["fmt", "--all", "--check"])?;
-    run("lints", "cargo", &["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"])
+/// The whole suite.
+fn test() -> Result<(), String> {
+    let mut steps = Steps::default();
+    check(&mut steps);
+    steps.run("tests", unit);
+    steps.run("loom", loom);
+    steps.run("sanitizers", sanitize);
+    steps.run("guests", || vm::test(""));
+    steps.run("fuzz", || fuzz("10"));
+    steps.finish()
 }
 
-/// What finds most mistakes, in a minute: nothing is installed, no other program is started, no rights are needed.
-fn quick() -> Result<(), String> {
-    format_and_lints()?;
-    // A tenth of the simulations.
-    let fewer = [("THRUWAY_SIMULATIONS", "200")];
-    run_with("unit tests", "cargo", &["test", "--workspace", "--quiet", "--lib", "--bins"], &fewer)?;
-    let conformance = ["test", "--quiet", "-p", "thruway-fabric", "--test", "iwarp", "default_configuration"];
-    run("conformance", "cargo", &conformance)
+fn format() -> Result<(), String> {
+    run("format", "cargo", &["fmt", "--all", "--check"])
 }
 
-fn check() -> Result<(), String> {
-    format_and_lints()?;
-    let strict = [("RUSTDOCFLAGS", "-D warnings")];
-    // What users' builds can do without.
-    run(
-        "lints without bench",
-        "cargo",
-        &["clippy", "--package", "thruway", "--no-default-features", "--", "-D", "warnings"],
-    )?;
+fn lints() -> Result<(), String> {
+    run("lints", "cargo", &["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"])?;
+    // Users can build without the benchmarks.
+    let without_bench = ["clippy", "--package", "thruway", "--no-default-features", "--", "-D", "warnings"];
+    run("lints without bench", "cargo", &without_bench)
+}
+
+fn pages() -> Result<(), String> {
     book::links()?;
     book::spelling()?;
-    run_with("documentation", "cargo", &["doc", "--workspace", "--no-deps", "--document-private-items"], &strict)?;
+    let documentation = ["doc", "--workspace", "--no-deps", "--document-private-items"];
+    run_with("documentation", "cargo", &documentation, &[("RUSTDOCFLAGS", "-D warnings")])
+}
+
+fn licences() -> Result<(), String> {
     run("licences", "cargo", &["deny", "check", "bans", "licenses", "sources"])?;
     // Advisories come from a repository that not every machine can reach.
     if let Err(why) = run("advisories", "cargo", &["deny", "check", "advisories"]) {
@@ -331,6 +332,24 @@ fn check() -> Result<(), String> {
         eprintln!("    advisories NOT checked or not clean (set THRUWAY_REQUIRE_ADVISORIES=1 to insist): {why}");
     }
     Ok(())
+}
+
+fn check(steps: &mut Steps) {
+    steps.run("format", format);
+    steps.run("lints", lints);
+    steps.run("documentation", pages);
+    steps.run("licences", licences);
+}
+
+/// What finds most mistakes, in a minute: nothing is installed, no other program is started, no rights are needed.
+fn quick() -> Result<(), String> {
+    format()?;
+    run("lints", "cargo", &["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"])?;
+    // A tenth of the simulations.
+    let fewer = [("THRUWAY_SIMULATIONS", "200")];
+    run_with("unit tests", "cargo", &["test", "--workspace", "--quiet", "--lib", "--bins"], &fewer)?;
+    let conformance = ["test", "--quiet", "-p", "thruway-fabric", "--test", "iwarp", "default_configuration"];
+    run("conformance", "cargo", &conformance)
 }
 
 /// Longest that all unit and integration tests may take, in seconds: one that hangs is a failure, and not a run without end.
