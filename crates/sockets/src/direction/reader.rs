@@ -54,6 +54,8 @@ pub struct Reader {
     tail: u64,
     /// Bytes of the TCP connection up to this position are data: a caller has been told so, and may count on it.
     told: u64,
+    /// So many unread bytes have been shown or counted.
+    shown_ahead: usize,
     /// Number of finished runs that the peer knows of.
     done: u32,
     /// The peer has written what cannot be.
@@ -89,6 +91,7 @@ impl Reader {
             opened: 0,
             tail: 0,
             told: 0,
+            shown_ahead: 0,
             done: 0,
             is_broken: false,
             is_taking: false,
@@ -100,6 +103,11 @@ impl Reader {
             missing: 0,
             error: 0,
         }
+    }
+
+    /// Bytes of the TCP connection up to this position are data: they came before the peer could ring.
+    pub fn set_data_until(&mut self, position: u64) {
+        self.told = self.told.max(position);
     }
 
     /// The peer may use the ring: whatever reads the connection now does it through this.
@@ -229,6 +237,18 @@ impl Reader {
     /// # Errors
     /// [`Broken`].
     pub fn find(&mut self, segment: &Segment, tcp: &impl Tcp) -> Result<Found, Broken> {
+        let found = self.find_next(segment, tcp)?;
+        if found == Found::Nothing && self.shown_ahead > 0 {
+            // Unless something else has taken them, the peer has taken back what it had said of them.
+            if self.available(tcp) > 0 {
+                return self.broken();
+            }
+            self.shown_ahead = 0;
+        }
+        Ok(found)
+    }
+
+    fn find_next(&mut self, segment: &Segment, tcp: &impl Tcp) -> Result<Found, Broken> {
         for _ in 0..ROUNDS_MAX {
             let ring = self.len_here(segment)?;
             self.publish_done(segment, tcp);
@@ -361,6 +381,7 @@ impl Reader {
                     len
                 }
             };
+            self.shown_ahead = self.shown_ahead.saturating_sub(len);
             sum += len;
         }
         Ok(sum)
@@ -400,6 +421,7 @@ impl Reader {
             let bells = self.position.saturating_sub(end);
             self.discarded += bells;
             len -= (bells as usize).min(len);
+            self.shown_ahead = self.shown_ahead.saturating_sub(len);
         }
         to.advance(len);
         Ok(len)
@@ -417,7 +439,11 @@ impl Reader {
         // Before the number of doorbells, which counts each before it is sent.
         let available = self.available(tcp);
         if self.has_run(segment) {
-            return Ok(available);
+            // It has begun meanwhile, and may begin behind doorbells.
+            return Ok(match self.find(segment, tcp)? {
+                Found::Tcp(len) => len,
+                _ => 0,
+            });
         }
         let unexpected = available.saturating_sub(self.bells(segment));
         if unexpected > 0 {
@@ -455,6 +481,7 @@ impl Reader {
                 _ => 0,
             }
         })?;
+        self.shown_ahead = self.shown_ahead.max(before - to.left());
         Ok(before - to.left())
     }
 
@@ -474,6 +501,7 @@ impl Reader {
                 Found::Nothing => 0,
             })?;
         }
+        self.shown_ahead = self.shown_ahead.max(sum);
         Ok(sum)
     }
 
@@ -699,6 +727,8 @@ impl Reader {
             word => word,
         };
         self.is_closed = true;
+        // Bytes of the ring may come again later.
+        self.shown_ahead = 0;
         if word & CLOSED == 0 {
             control.armed.store(0, Ordering::SeqCst);
             // A peer that has gone sends nothing again.

@@ -13,6 +13,8 @@ use thruway_memory::shared;
 
 /// A reader that has taken so many bytes takes no more: they are more than the kernel's buffers of a connection and a ring hold.
 const MAX: usize = 32 << 20;
+/// Reads of one step: a writer that goes on in small pieces is not to keep the caller.
+const READS_MAX: usize = 64;
 /// Most bytes of one read.
 const PIECE: usize = 256 << 10;
 /// Most bytes that are returned.
@@ -90,10 +92,10 @@ impl Return {
         })
     }
 
-    /// Takes all bytes that are there. Their number.
+    /// Takes bytes that are there, in [`READS_MAX`] reads at most. Their number.
     fn take(&mut self, reader: &mut Reader, segment: &Segment, tcp: &impl Tcp) -> io::Result<usize> {
         let begin = self.bytes.len();
-        loop {
+        for _ in 0..READS_MAX {
             let before = self.bytes.len();
             if before > MAX {
                 return Err(io::ErrorKind::OutOfMemory.into());
@@ -108,8 +110,9 @@ impl Return {
             };
             self.bytes.truncate(before + read.unwrap_or(0));
             if read? == 0 {
-                return Ok(before - begin);
+                break;
             }
         }
+        Ok(self.bytes.len() - begin)
     }
 }

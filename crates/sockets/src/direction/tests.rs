@@ -515,6 +515,36 @@ fn a_peer_does_not_make_doorbells_of_data() {
     segment.control(0).runs[0].end.store(0, Ordering::SeqCst);
     segment.control(0).ringing.store(1 << 20, Ordering::SeqCst);
     has(&mut reader, &segment, &tcp);
+    // A byte that comes between two looks, before a run that begins behind it, is a doorbell from the first.
+    let (segment, _fd, mut reader, _) = begin();
+    segment.control(0).runs[0].start.store(1 << 40, Ordering::SeqCst);
+    assert_eq!(reader.unexpected(&segment, &Bells::one_after_a_look()), Ok(0));
+    // Bytes behind those of the ring have been shown, and are no data any more.
+    for is_counted in [false, true] {
+        let (segment, _fd, mut reader, tcp) = begin();
+        let control = segment.control(0);
+        control.runs[0].end.store(0, Ordering::SeqCst);
+        control.tail.store(2 << POSITION, Ordering::SeqCst);
+        control.runs[1].ring.store(2, Ordering::SeqCst);
+        control.runs[1].end.store(OPEN, Ordering::SeqCst);
+        control.opened.store(2, Ordering::SeqCst);
+        tcp.send(&[1, 2, 3]);
+        match is_counted {
+            true => assert_eq!(reader.unread(&segment, &tcp), Ok(5)),
+            false => assert_eq!(receive(&mut reader, &segment, &tcp, 100, true).len(), 5),
+        }
+        assert_eq!(receive(&mut reader, &segment, &tcp, 2, false).len(), 2);
+        control.runs[1].end.store(0, Ordering::SeqCst);
+        control.ringing.store(3, Ordering::SeqCst);
+        assert_eq!(reader.find(&segment, &tcp), Err(Broken));
+    }
+    // They came before the ring was used.
+    let (segment, _fd, mut reader, tcp) = begin();
+    tcp.send(&[1, 2, 3]);
+    reader.set_data_until(3);
+    segment.control(0).opened.store(0, Ordering::SeqCst);
+    segment.control(0).ringing.store(1 << 20, Ordering::SeqCst);
+    has(&mut reader, &segment, &tcp);
     // Something else takes them: what comes then is a doorbell again.
     let (segment, _fd, mut reader, tcp) = begin();
     segment.control(0).runs[0].end.store(0, Ordering::SeqCst);
@@ -643,7 +673,7 @@ fn a_peer_does_not_hold_a_reader_up() {
     // Doorbells without end, on the way to a run that never comes.
     let (segment, _fd) = Segment::create(RING).unwrap();
     segment.control(0).runs[0].start.store(u64::MAX, Ordering::SeqCst);
-    assert_eq!(Reader::new(End::Taker, 0).find(&segment, &Bells), Err(Broken));
+    assert_eq!(Reader::new(End::Taker, 0).find(&segment, &Bells::default()), Err(Broken));
 
     // Runs without bytes, as fast as the reader passes them: each is the first of as many as there can be.
     let (segment, _fd) = Segment::create(RING).unwrap();
@@ -655,14 +685,25 @@ fn a_peer_does_not_hold_a_reader_up() {
     let mut passed = 0;
     for _ in 0..100 {
         control.opened.store(control.done.load(Ordering::SeqCst) + RUNS as u32, Ordering::SeqCst);
-        assert_eq!(reader.find(&segment, &Bells), Ok(Found::Nothing));
+        assert_eq!(reader.find(&segment, &Bells::default()), Ok(Found::Nothing));
         passed += RUNS as u32;
         assert_eq!(control.done.load(Ordering::SeqCst), passed);
     }
 }
 
-/// A TCP connection that always has another doorbell.
-struct Bells;
+/// A TCP connection that always has another doorbell, or one alone after the first look.
+#[derive(Default)]
+struct Bells {
+    is_one: bool,
+    /// Looks that find nothing.
+    without: Cell<usize>,
+}
+
+impl Bells {
+    fn one_after_a_look() -> Bells {
+        Bells { is_one: true, without: Cell::new(1) }
+    }
+}
 
 impl Tcp for Bells {
     fn written(&self) -> io::Result<u64> {
@@ -670,7 +711,9 @@ impl Tcp for Bells {
     }
 
     fn available(&self) -> io::Result<usize> {
-        Ok(1)
+        let without = self.without.get();
+        self.without.set(without.saturating_sub(1));
+        Ok(usize::from(without == 0))
     }
 
     fn received(&self) -> io::Result<u64> {
@@ -686,6 +729,7 @@ impl Tcp for Bells {
     }
 
     fn skip(&self, max: usize) -> io::Result<usize> {
+        self.without.set(if self.is_one { usize::MAX } else { 0 });
         Ok(max)
     }
 
