@@ -12,6 +12,8 @@ use std::time::{Duration, Instant};
 const MOST: Duration = Duration::from_secs(2);
 /// One in so many seconds comes back.
 const SHARE: u64 = 100;
+/// With less than that left, no wait goes on.
+const STEP: Duration = Duration::from_millis(1);
 
 /// See the module.
 struct Allowance {
@@ -66,33 +68,48 @@ pub(crate) fn may_wait(slot: &Slot, time: Duration) -> bool {
     !slot.is_others.load(Ordering::Relaxed) || OTHERS.take(now(), time)
 }
 
-/// A wait for a peer, in steps, each of which is spent before it begins.
-pub(crate) struct Steps {
-    begin: Instant,
-    step: Duration,
-    most: u32,
-    begun: u32,
+/// A wait of a call for the peer of a connection, which asks again and again whether it may go on. What it takes is spent.
+pub(crate) struct Wait<'a> {
+    slot: &'a Slot,
+    /// When it has first asked.
+    begin: Option<Instant>,
+    limit: Duration,
+    spent: Duration,
 }
 
-impl Steps {
-    pub(crate) fn new(step: Duration, most: u32) -> Steps {
-        Steps { begin: Instant::now(), step, most, begun: 0 }
+impl Wait<'_> {
+    pub(crate) fn new(slot: &Slot, limit: Duration) -> Wait<'_> {
+        Wait { slot, begin: None, limit, spent: Duration::ZERO }
     }
 
-    /// Whether the call may go on waiting.
-    pub(crate) fn go_on(&mut self, slot: &Slot) -> bool {
-        while self.step * self.begun <= self.begin.elapsed() {
-            if self.begun == self.most || !may_wait(slot, self.step) {
-                return false;
-            }
-            self.begun += 1;
-        }
-        true
+    /// Whether it may go on: for the limit at most, and for others only while there is something left.
+    pub(crate) fn go_on(&mut self) -> bool {
+        self.begin.get_or_insert_with(Instant::now);
+        self.settle();
+        self.elapsed() < self.limit && (!self.is_others() || has(STEP))
     }
 
-    /// For how long it has waited.
+    /// For how long it has lasted.
     pub(crate) fn elapsed(&self) -> Duration {
-        self.begin.elapsed()
+        self.begin.map_or(Duration::ZERO, |begin| begin.elapsed())
+    }
+
+    fn is_others(&self) -> bool {
+        self.slot.is_others.load(Ordering::Relaxed)
+    }
+
+    fn settle(&mut self) {
+        let elapsed = self.elapsed();
+        if self.is_others() {
+            spend(elapsed - self.spent);
+        }
+        self.spent = elapsed;
+    }
+}
+
+impl Drop for Wait<'_> {
+    fn drop(&mut self) {
+        self.settle();
     }
 }
 

@@ -714,8 +714,8 @@ fn switch(number: u32, slot: &'static Slot, guard: &Guard<'_>, fd: i32) {
         return;
     }
     let connection = Connection::new(fd);
-    let position = match connection.position() {
-        Ok(position) => position,
+    let (position, received) = match connection.positions() {
+        Ok(positions) => positions,
         Err(error) => {
             slot.phase.store(phase::OFFERED, Ordering::SeqCst);
             drop((receiving, sending));
@@ -723,7 +723,11 @@ fn switch(number: u32, slot: &'static Slot, guard: &Guard<'_>, fd: i32) {
         }
     };
     connection.hold_options(slot);
-    let (writer, reader) = (Writer::new(end), Reader::new(end, position));
+    let (writer, mut reader) = (Writer::new(end), Reader::new(end, position));
+    if !segment.is_relayed() {
+        // A call may have told the program of these bytes.
+        reader.set_data_until(received);
+    }
     if slot.receives.load(Ordering::Relaxed) {
         reader.set_ready(&segment, &connection);
     }

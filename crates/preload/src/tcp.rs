@@ -156,8 +156,8 @@ impl Connection {
         self.info().is_ok_and(|info| info.state == ESTABLISHED)
     }
 
-    /// Bytes ever taken from it. Nothing takes any meanwhile.
-    pub(crate) fn position(self) -> io::Result<u64> {
+    /// Bytes ever taken from it, and those that have ever come. Nothing takes any meanwhile.
+    pub(crate) fn positions(self) -> io::Result<(u64, u64)> {
         for _ in 0..1000 {
             let before = self.info()?;
             let unread = self.available()? as u64;
@@ -167,7 +167,7 @@ impl Connection {
                 return Err(io::Error::other("the connection is at its end"));
             }
             if before.received == after.received {
-                return Ok(after.received - unread);
+                return Ok((after.received - unread, after.received));
             }
         }
         Err(io::Error::other("bytes come too fast to be counted"))

@@ -1,7 +1,7 @@
 //! What a connection goes through before an end of it: it is shut down, closed, or left to TCP.
 
 use super::{code, keep_error};
-use crate::allowance::{self, Steps};
+use crate::allowance::Wait;
 use crate::relayed::{CATCH_UP_MAX, Pause, at_end, closing_time, is_settled, take_tcp_back};
 use crate::report::{count, counters};
 use crate::slots::{self, Receiving, Sending, Slot};
@@ -12,9 +12,8 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 use thruway_sockets::{Found, Return, Step};
 
-/// Steps, of a millisecond, that a call which closes waits at most for doorbells that the kernel has not delivered yet.
-const DOORBELL_STEPS: u32 = 20;
-const DOORBELL_STEP: Duration = Duration::from_millis(1);
+/// Longest time that a call which closes waits for doorbells that the kernel has not delivered yet.
+const DOORBELLS_MAX: Duration = Duration::from_millis(20);
 
 /// Before the last descriptor of a connection is closed: doorbells that nothing has read would have the kernel reset it, and bytes in
 /// the ring that nothing has read would not.
@@ -31,9 +30,9 @@ pub(crate) fn settle(slot: &Slot, fd: c_int, mut receiving: Receiving<'_>) {
     match reader.find(segment, &connection) {
         Ok(Found::Ring(_)) => connection.reset_at_close(),
         Ok(Found::Nothing) => {
-            let mut wait = Steps::new(DOORBELL_STEP, DOORBELL_STEPS);
+            let mut wait = Wait::new(slot, DOORBELLS_MAX);
             reader.discard_doorbells(segment, &connection);
-            while !segment.is_relayed() && reader.has_doorbells(segment) && wait.go_on(slot) {
+            while !segment.is_relayed() && reader.has_doorbells(segment) && wait.go_on() {
                 std::thread::yield_now();
                 reader.discard_doorbells(segment, &connection);
             }
@@ -109,14 +108,15 @@ pub(crate) fn honour_closed_ring(slot: &Slot, fd: c_int) -> bool {
     !matches!(writer.send_again(segment, &Connection::new(fd)), Ok(false)) || writer.awaits_return()
 }
 
-/// Steps, of a tenth of a second, that a call which ends something waits for the peer.
-const STEPS: u32 = 20;
+/// Longest time that a call which ends something waits for the peer, and of a sleep meanwhile.
+const PEER_MAX: Duration = Duration::from_secs(2);
 const STEP: Duration = Duration::from_millis(100);
 
-/// As [`honour_closed_ring`], before the connection is closed or handed over: for two seconds at most. False if the reader has not been sent all of it by then: what follows must not look like the end.
+/// As [`honour_closed_ring`], before the connection is closed or handed over: for two seconds at most. False if the reader has not been sent
+/// all of it by then: what follows must not look like the end.
 fn honour_before_end(slot: &Slot, fd: c_int) -> bool {
     let connection = Connection::new(fd);
-    let mut wait = Steps::new(STEP, STEPS);
+    let mut wait = Wait::new(slot, PEER_MAX);
     loop {
         let Ok(Some(mut sending)) = slot.sending() else { return true };
         let Sending { segment, writer, .. } = &mut sending;
@@ -125,7 +125,7 @@ fn honour_before_end(slot: &Slot, fd: c_int) -> bool {
         }
         let awaits = writer.awaits_return();
         drop(sending);
-        if !wait.go_on(slot) {
+        if !wait.go_on() {
             return false;
         }
         connection.wait_to_send_again(awaits, STEP);
@@ -154,7 +154,8 @@ fn return_unread(slot: &Slot, fd: c_int, receiving: &mut Receiving<'_>) -> bool 
     let connection = Connection::new(fd);
     let mut bytes = Return::default();
     let (mut called, mut apart) = (None::<Instant>, Duration::from_millis(1));
-    let mut wait = Steps::new(STEP, STEPS);
+    let mut wait = Wait::new(slot, PEER_MAX);
+    let is_others = slot.is_others.load(Ordering::Relaxed);
     loop {
         let Receiving { segment, reader, .. } = &mut *receiving;
         let step = bytes.step(reader, segment, &connection);
@@ -162,15 +163,15 @@ fn return_unread(slot: &Slot, fd: c_int, receiving: &mut Receiving<'_>) -> bool 
         let Ok(step) = step else { return false };
         match step {
             Step::Done => return true,
-            // A peer that is another user has two seconds in all.
-            Step::Moved if !slot.is_others.load(Ordering::Relaxed) => {
-                (wait, apart) = (Steps::new(STEP, STEPS), Duration::from_millis(1));
+            // A peer that is another user has two seconds in all, however it goes on.
+            Step::Moved if !is_others => {
+                (wait, apart) = (Wait::new(slot, PEER_MAX), Duration::from_millis(1));
             }
             // A peer that sends goes on when the next reader has made room.
             Step::Returned if wait.elapsed() >= STEP => return true,
             _ => {}
         }
-        if step != Step::Moved && !wait.go_on(slot) {
+        if (is_others || step != Step::Moved) && !wait.go_on() {
             return false;
         }
         // After its end, a peer sends nothing again.
@@ -210,17 +211,15 @@ fn demote_for(slot: &Slot, fd: c_int, is_read: bool) -> usize {
     let mut left = 0;
     if let Ok(Some(mut receiving)) = slot.receiving() {
         let Receiving { segment, reader, .. } = &mut receiving;
-        let (mut pause, mut limit) = (Pause::default(), None);
+        let (mut pause, mut wait, limit) = (Pause::default(), None, closing_time(segment));
         let patience = || {
-            let limit = limit.get_or_insert_with(|| match allowance::may_wait(slot, STEP) {
-                true => closing_time(segment),
-                false => Duration::ZERO,
-            });
-            let goes_on = pause.pass(*limit);
+            let goes_on = wait.get_or_insert_with(|| Wait::new(slot, limit)).go_on() && pause.pass(limit);
             pause.look(segment, fd);
             goes_on
         };
         left = reader.close_ring(segment, &connection, patience).unwrap_or(usize::MAX);
+        // It lasts no longer.
+        drop(wait);
         let is_here = !segment.is_relayed() && left != usize::MAX;
         if left > 0 && is_read && is_here && return_unread(slot, fd, &mut receiving) {
             left = 0;

@@ -163,6 +163,10 @@ unsafe fn send_accelerated(
             if left.is_zero() || is_impatient && !may_wait() {
                 return Err(libc::EAGAIN);
             }
+            // The connection may have been called writable.
+            if awaits && !is_impatient && !allowance::may_wait(slot, RETURN_STEP) {
+                return Err(broken(slot, fd, &io::ErrorKind::TimedOut.into()));
+            }
             let most = if is_impatient { RETURN_MAX - returned_for } else { Duration::from_secs(1) };
             let before = Instant::now();
             // As in the kernel: a call with a time limit is not begun again behind a signal handler.
