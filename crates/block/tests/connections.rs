@@ -112,6 +112,10 @@ struct Lab {
 const TARGET: &str = "iqn.2026-11.org.thruway:d";
 
 fn lab(stuck: usize, reads_too: bool) -> Lab {
+    lab_of(stuck, reads_too, false)
+}
+
+fn lab_of(stuck: usize, reads_too: bool, read_only: bool) -> Lab {
     let ((begun_tell, begun), (go_on, wait)) = (channel(), watch::channel(false));
     let disk = Arc::new(Stuck {
         below: MemoryBackend::new(SIZE).unwrap(),
@@ -130,7 +134,7 @@ fn lab(stuck: usize, reads_too: bool) -> Lab {
         allow: Vec::new(),
         fence: thruway_block::fence::Fence::default(),
         backend: Arc::new(Served::new(Arc::clone(&disk) as _)),
-        read_only: false,
+        read_only,
         chunk: 64 << 10,
         target: None,
         sector: 512,
@@ -337,6 +341,26 @@ fn a_long_verify_ends_with_its_session() {
     assert_eq!(other.reset().unwrap(), 0);
     drop(other);
     lab.go_on.send_replace(true);
+    lab.ends_with(0);
+}
+
+/// CLEAR TASK SET, LOGICAL UNIT RESET, TARGET WARM RESET and TARGET COLD RESET.
+#[test]
+fn task_management_of_who_may_only_read_ends_nothing_of_others() {
+    let lab = lab_of(0, true, true);
+    let mut one = Initiator::log_in(&lab.portal, TARGET, 1);
+    let mut other = Initiator::log_in(&lab.portal, TARGET, 2);
+    one.send_verify_same(SIZE / 512).unwrap();
+    lab.begun.recv().unwrap();
+    for (function, response) in [(4, 0), (5, 0), (6, 0), (7, 6)] {
+        assert_eq!(other.manage(function).unwrap(), response, "function {function}");
+    }
+    lab.go_on.send_replace(true);
+    assert_eq!(one.status().unwrap(), 0, "its command goes on");
+    assert_eq!(one.test_unit_ready().unwrap(), 0, "it is told of nothing");
+    assert_eq!(other.test_unit_ready().unwrap(), 2, "of its own reset");
+    assert_eq!(other.test_unit_ready().unwrap(), 0);
+    drop((one, other));
     lab.ends_with(0);
 }
 

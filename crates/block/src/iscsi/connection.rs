@@ -35,6 +35,8 @@ pub(super) const DEPTH: u32 = 128;
 const TASKS_MAX: usize = 2 * DEPTH as usize;
 /// Task management functions of a session in progress at a time; more are refused.
 const FUNCTIONS_MAX: usize = 64;
+/// Task management response: function authorization failed (RFC 7143 section 11.6.1).
+const AUTHORIZATION_FAILED: u8 = 6;
 /// An initiator that has said nothing for so long is asked whether it is there, and must answer within as long.
 const PING: Duration = Duration::from_secs(30);
 /// What an initiator has to log out in, when it has been asked to.
@@ -663,6 +665,8 @@ impl Connection {
                         0
                     }
                     (5, Some(unit)) => self.reset(&[Arc::clone(unit)]).await,
+                    // TARGET COLD RESET ends the sessions of other initiators. The right to read does not suffice for that.
+                    (7, _) if target.units.iter().any(|unit| unit.may_only_read()) => AUTHORIZATION_FAILED,
                     (6 | 7, _) => {
                         if function == 7 {
                             self.targets.close_others(&self.session);

@@ -134,9 +134,14 @@ impl Unit {
 
     /// Gives reservations a place to outlive the daemon; those that have are in force from now on.
     ///
+    /// Kept reservations of a read-only disk are not loaded, because initiators cannot reserve it. The file stays as it is.
+    ///
     /// # Errors
     /// [`LastingError`], if what is kept there cannot be read.
     pub fn with_lasting(mut self, lasting: Lasting) -> Result<Unit, LastingError> {
+        if self.may_only_read() {
+            return Ok(self);
+        }
         let kept = lasting.load()?;
         let reservations = Reservations::lasting(kept.as_deref())
             .map_err(|source| LastingError::Content { path: lasting.path().into(), source })?;
@@ -189,7 +194,12 @@ impl Unit {
 
     /// Nothing can be changed.
     pub(super) fn read_only(&self) -> bool {
-        self.export.read_only || self.state.lock().expect("no panics under the lock").swp
+        self.may_only_read() || self.state.lock().expect("no panics under the lock").swp
+    }
+
+    /// True if initiators have no right to change the disk. Then none of them may keep the others from using it.
+    pub fn may_only_read(&self) -> bool {
+        self.export.read_only
     }
 
     /// Changes the state.
@@ -228,7 +238,16 @@ impl Unit {
 
     /// Back as after power on: LOGICAL UNIT RESET and the resets of a whole target. No command begun before does
     /// anything when it is done.
+    ///
+    /// On a read-only disk, it resets only the initiator that asks for it: the commands of others go on.
     pub async fn reset(&self, by: &Nexus) {
+        if self.may_only_read() {
+            self.with_state(|state| {
+                state.prevented.retain(|id| *id != by.id);
+                state.tell(by.id, Attention::Reset);
+            });
+            return self.clear(|whose| whose.port == by.port).await;
+        }
         self.with_state(|state| {
             state.reservations.release_all_units();
             state.prevented.clear();
@@ -239,8 +258,12 @@ impl Unit {
         self.clear(|_| true).await;
     }
 
-    /// Clears the commands of all initiators, and tells the others (CLEAR TASK SET).
+    /// Clears the commands of all initiators, and tells the others (CLEAR TASK SET). On a read-only disk, it clears only those of
+    /// the initiator that asks for it.
     pub async fn clear_all(&self, by: &Nexus) {
+        if self.may_only_read() {
+            return self.clear(|whose| whose.port == by.port).await;
+        }
         self.with_state(|state| state.tell_others(by.id, Attention::Cleared));
         self.clear(|_| true).await;
     }
@@ -260,6 +283,10 @@ impl Unit {
             && let Err(outcome) = self.admit(nexus, cdb)
         {
             return outcome;
+        }
+        // RESERVE, PERSISTENT RESERVE OUT and MODE SELECT affect other initiators.
+        if matches!(cdb[0], 0x16 | 0x56 | 0x5f | 0x15 | 0x55) && self.may_only_read() {
+            return Sense::WRITE_PROTECTED.into();
         }
         // RESERVE
         if matches!(cdb[0], 0x16 | 0x56) {
@@ -608,6 +635,78 @@ mod tests {
                 let refused = Unit::new(Arc::new(export), 512).with_lasting(Lasting::of(state.path(), &[1; 16]));
                 assert!(matches!(refused, Err(LastingError::Content { .. })), "{nonsense:?}");
             }
+        });
+    }
+
+    /// RESERVE(6), RESERVE(10), PERSISTENT RESERVE OUT, and MODE SELECT, which causes unit attentions for others.
+    #[test]
+    fn who_may_only_read_a_disk_keeps_nobody_from_it() {
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        runtime.block_on(async {
+            let unit = Unit::new(Arc::new(Spec::parse("d=mem:1M,ro").unwrap().open(None).unwrap()), 512);
+            let nexus = |id, port: &str| Nexus { id, port: port.into() };
+            let (a, b) = (nexus(1, "a"), nexus(2, "b"));
+            let (ours, others) = (unit.attach(&a), unit.attach(&b));
+            for nexus in [&a, &b] {
+                unit.execute(nexus, &[0; 16], &Given::new(&[], 0)).await;
+            }
+            let of = |code| {
+                let mut cdb = [0; 16];
+                cdb[0] = code;
+                cdb
+            };
+            let persistent = (0..8).map(reserve_out);
+            for cdb in [0x16, 0x56, 0x15, 0x55].map(of).into_iter().chain(persistent) {
+                let outcome = unit.execute(&a, &cdb, &Given::new(&keys(0, 7), 24)).await;
+                assert_eq!(outcome.sense, Some(Sense::WRITE_PROTECTED), "{cdb:x?}");
+            }
+            let mut read_keys = of(0x5e);
+            read_keys[8] = 8;
+            let outcome = unit.execute(&b, &read_keys, &Given::new(&[], 8)).await;
+            assert_eq!((outcome.status, &outcome.data[..]), (Status::Good, &[0; 8][..]), "nobody is registered");
+            assert!(unit.export.fence.read().is_ok());
+            // A reset ends only the commands of the initiator that asks for it.
+            let (its, their) = (ours.begin(), others.begin());
+            let mut reset = Box::pin(unit.reset(&a));
+            assert!((&mut reset).now_or_never().is_none());
+            assert!(its.is_draining() && !their.is_draining());
+            drop(its);
+            assert!(reset.now_or_never().is_some());
+            assert!(unit.clear_all(&a).now_or_never().is_some() && !their.is_draining());
+            done(&unit, &b, &of(0), &[]).await;
+            let told = unit.execute(&a, &of(0), &Given::new(&[], 0)).await;
+            assert_eq!(told.sense.map(|sense| sense.code), Some(0x2900));
+        });
+    }
+
+    #[test]
+    fn kept_reservations_are_not_in_force_while_all_may_only_read() {
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        runtime.block_on(async {
+            let state = tempfile::tempdir().unwrap();
+            let unit = |spec: &str| {
+                let export = Spec::parse(spec).unwrap().open(None).unwrap();
+                Unit::new(Arc::new(export), 512).with_lasting(Lasting::of(state.path(), &[1; 16])).unwrap()
+            };
+            let a = Nexus { id: 1, port: "iqn.a,i,0x1".into() };
+            let first = unit("d=mem:1M");
+            first.attach(&a);
+            first.execute(&a, &[0; 16], &Given::new(&[], 0)).await;
+            let mut aptpl = keys(0, 7);
+            aptpl[20] = 1;
+            done(&first, &a, &reserve_out(0), &aptpl).await;
+            // Exclusive access.
+            let mut reserve = reserve_out(1);
+            reserve[2] = 3;
+            done(&first, &a, &reserve, &keys(7, 0)).await;
+            let file = state.path().join(Lasting::DIRECTORY).join("01".repeat(16));
+            let kept = std::fs::read(&file).unwrap();
+            let second = unit("d=mem:1M,ro");
+            assert!(second.export.fence.read().is_ok());
+            second.attach(&a);
+            second.detach(&a);
+            assert_eq!(std::fs::read(&file).unwrap(), kept);
+            assert!(unit("d=mem:1M").export.fence.read().is_err(), "as before");
         });
     }
 

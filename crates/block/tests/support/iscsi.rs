@@ -120,9 +120,14 @@ impl Initiator {
 
     /// LOGICAL UNIT RESET; what comes of it.
     pub(crate) fn reset(&mut self) -> io::Result<u8> {
+        self.manage(5)
+    }
+
+    /// A task management function; the response to it.
+    pub(crate) fn manage(&mut self, function: u8) -> io::Result<u8> {
         self.tag += 1;
         let mut header = [0; 48];
-        (header[0], header[1]) = (0x42, 0x85);
+        (header[0], header[1]) = (0x42, 0x80 | function);
         header[16..20].copy_from_slice(&self.tag.to_be_bytes());
         self.stream.write_all(&header)?;
         loop {
