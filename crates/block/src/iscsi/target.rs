@@ -9,6 +9,8 @@ use std::fmt::Write;
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
+use thruway_server::caller;
+use thruway_tcp::Origin;
 use tokio::sync::Notify;
 
 /// Sessions at a time.
@@ -96,6 +98,17 @@ impl Claims {
         }
         self.by_iqn.insert(iqn, name.to_owned());
         Ok(())
+    }
+}
+
+impl Identity {
+    /// Owner of registrations: the CHAP name. Without CHAP, the host, because an initiator can claim any iSCSI name.
+    fn owner(&self) -> String {
+        match (&self.proved, caller::current()) {
+            (Some(name), _) => format!("chap:{name}"),
+            (None, Some(Origin::Host(address))) => format!("host:{address}"),
+            (None, _) => format!("initiator:{}", self.initiator),
+        }
     }
 }
 
@@ -210,7 +223,8 @@ impl Targets {
         };
         let isid = data_encoding::HEXLOWER.encode(&identity.isid);
         let port = format!("{},i,0x{isid}", identity.initiator);
-        let nexus = Nexus { id: self.next_nexus.fetch_add(1, Ordering::Relaxed), port: port.into() };
+        let owner = identity.owner().into();
+        let nexus = Nexus { id: self.next_nexus.fetch_add(1, Ordering::Relaxed), port: port.into(), owner };
         let all = target.iter().flat_map(|target| &target.units);
         let units = all.map(|unit| unit.attach(&nexus)).collect();
         let replaced = Notify::new();
@@ -361,6 +375,29 @@ mod tests {
         for (own, name) in [("iqn.b", "b"), ("iqn.a", "a"), ("iqn.a2", "a"), ("iqn.c2", "c")] {
             assert!(targets.open(named(own, name)).is_ok(), "{own}");
         }
+    }
+
+    /// The owner of registrations.
+    #[test]
+    fn an_initiator_is_one_owner_whatever_its_ports_are_called() {
+        let host = |number: u8| Origin::of_host([10, 0, 0, number].into());
+        let owner = |targets: &Targets, identity: Identity, number| {
+            let open = async { targets.open(identity).unwrap() };
+            caller::on_behalf_of(host(number), open).now_or_never().expect("nothing to wait for").nexus.owner.clone()
+        };
+        let secrets = targets("d=mem:1M", "initiator a secret-of-a-12\ninitiator b secret-of-b-12\n");
+        let first = owner(&secrets, named("iqn.a", "a"), 1);
+        let other_isid = Identity { isid: [2; 6], ..named("iqn.a", "a") };
+        assert_eq!(owner(&secrets, other_isid, 2), first);
+        assert_eq!(owner(&secrets, named("iqn.a2", "a"), 2), first);
+        assert_ne!(owner(&secrets, named("iqn.b", "b"), 1), first);
+        // Without CHAP, it can claim any iSCSI name.
+        let unit = Arc::new(Unit::new(Arc::new(Spec::parse("d=mem:1M").unwrap().open(None).unwrap()), 512));
+        let open = Targets::new(vec![Target { name: "iqn.t".into(), units: vec![unit] }], None, Vec::new());
+        let unproved = |iqn: &str| Identity { proved: None, ..named(iqn, "") };
+        let first = owner(&open, unproved("iqn.a"), 1);
+        assert_eq!(owner(&open, unproved("iqn.b"), 1), first);
+        assert_ne!(owner(&open, unproved("iqn.a"), 2), first);
     }
 
     #[test]

@@ -61,7 +61,7 @@ impl Transfer for Given<'_> {
 pub fn initiator(mut input: &[u8]) {
     let export = Spec::parse("fuzz=mem:64K").expect("a disk of memory").open(None).expect("memory");
     let unit = Unit::new(Arc::new(export), 512);
-    let nexus = Nexus { id: 1, port: "iqn.2026-11.org.example:a,i,0x0".into() };
+    let nexus = Nexus { id: 1, port: "iqn.2026-11.org.example:a,i,0x0".into(), owner: "a".into() };
     let _attached = unit.attach(&nexus);
     let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime");
     while let Some((cdb, rest)) = input.split_first_chunk::<16>() {

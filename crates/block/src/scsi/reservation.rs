@@ -8,8 +8,9 @@ use super::{Nexus, Outcome, Sense, Status, be16, be32, be64};
 use crate::fence::Closed;
 use data_encoding::HEXLOWER;
 use std::sync::Arc;
+use thruway_engine::quota::is_fair;
 
-/// Registrations of a unit; more are refused.
+/// Registrations of a unit; more are refused. An owner may have eight times the remaining number ([`is_fair`]).
 const REGISTRATIONS_MAX: usize = 256;
 
 /// Whether a command may be done.
@@ -45,6 +46,8 @@ impl Type {
 struct Registration {
     port: Arc<str>,
     key: u64,
+    /// [`Nexus::owner`]
+    owner: Arc<str>,
 }
 
 #[derive(Clone)]
@@ -74,8 +77,10 @@ pub(super) struct Before {
     lasts: bool,
 }
 
-const FIRST_LINE: &str = "thruway reservations 2";
-/// First line of format 1, which has no last line with a checksum. It is still read.
+const FIRST_LINE: &str = "thruway reservations 3";
+/// First line of format 2, which names no owners of registrations. It is still read.
+const FIRST_LINE_OF_2: &str = "thruway reservations 2";
+/// First line of format 1, which also has no last line with a checksum. It is still read.
 const FIRST_LINE_OF_1: &str = "thruway reservations 1";
 /// Prefix of the last line; the checksum of all lines before it follows.
 const END: &str = "end ";
@@ -103,17 +108,26 @@ impl Reservations {
     pub(super) fn lasting(kept: Option<&str>) -> Result<Reservations, KeptError> {
         let mut all = Reservations { can_last: true, lasts: kept.is_some(), ..Reservations::default() };
         let Some(kept) = kept else { return Ok(all) };
+        let has_owners = kept.starts_with(FIRST_LINE);
         for line in checked(kept)?.lines() {
             let wrong = || KeptError::Line(line.into());
             let mut words = line.split(' ');
-            let [Some(what), Some(number), Some(port), None] = [(); 4].map(|()| words.next()) else {
+            let [Some(what), Some(number), Some(port)] = [(); 3].map(|()| words.next()) else {
                 return Err(wrong());
             };
             let port = &*read_name(port).ok_or_else(wrong)?;
+            let owner = match words.next() {
+                Some(owner) if has_owners && what == "registration" => read_name(owner).ok_or_else(wrong)?,
+                None if !has_owners || what != "registration" => initiator_of(port).into(),
+                _ => return Err(wrong()),
+            };
+            if words.next().is_some() {
+                return Err(wrong());
+            }
             match what {
                 "registration" if all.registrations.len() < REGISTRATIONS_MAX && all.key_of(port).is_none() => {
                     let key = u64::from_str_radix(number, 16).map_err(|_| wrong())?;
-                    all.registrations.push(Registration { port: port.into(), key });
+                    all.registrations.push(Registration { port: port.into(), key, owner: owner.into() });
                 }
                 "holder" if all.holder.is_none() && all.key_of(port).is_some() => {
                     let kind = number.parse().ok().and_then(Type::of).ok_or_else(wrong)?;
@@ -131,8 +145,8 @@ impl Reservations {
             return None;
         }
         let mut text = format!("{FIRST_LINE}\n");
-        for Registration { port, key } in &self.registrations {
-            text += &format!("registration {key:016x} {}\n", written(port));
+        for Registration { port, key, owner } in &self.registrations {
+            text += &format!("registration {key:016x} {} {}\n", written(port), written(owner));
         }
         if let Some(Holder { port, kind }) = &self.holder {
             text += &format!("holder {} {}\n", kind.0, written(port));
@@ -188,6 +202,12 @@ impl Reservations {
         self.registrations.iter().find(|r| &*r.port == port).map(|r| r.key)
     }
 
+    /// True if the quota of this owner has room for another registration.
+    fn has_room_for(&self, owner: &str) -> bool {
+        let theirs = self.registrations.iter().filter(|r| &*r.owner == owner).count();
+        is_fair(theirs, REGISTRATIONS_MAX.saturating_sub(self.registrations.len()))
+    }
+
     fn holds(&self, port: &str) -> bool {
         self.holder
             .as_ref()
@@ -227,7 +247,7 @@ fn checked(kept: &str) -> Result<&str, KeptError> {
     let (first, rest) = kept.split_once('\n').unwrap_or((kept, ""));
     match first {
         FIRST_LINE_OF_1 => return Ok(rest),
-        FIRST_LINE => {}
+        FIRST_LINE | FIRST_LINE_OF_2 => {}
         _ => return Err(KeptError::FirstLine),
     }
     let text = kept.strip_suffix('\n').ok_or(KeptError::End)?;
@@ -241,6 +261,11 @@ fn checked(kept: &str) -> Result<&str, KeptError> {
 /// SHA-256 of a text, as hexadecimal digits.
 fn checksum(text: &str) -> String {
     HEXLOWER.encode(ring::digest::digest(&ring::digest::SHA256, text.as_bytes()).as_ref())
+}
+
+/// The iSCSI name in the name of a port.
+fn initiator_of(port: &str) -> &str {
+    port.split_once(",i,").map_or(port, |(name, _)| name)
 }
 
 /// A port's name as one word, whatever is in it: what a line is made of cannot be said by a name.
@@ -386,15 +411,16 @@ fn change(state: &mut State, nexus: &Nexus, cdb: &[u8; 16], list: &[u8], preempt
 
 fn register(state: &mut State, nexus: &Nexus, key: u64) -> Outcome {
     let all = &mut state.reservations;
-    let full = all.registrations.len() >= REGISTRATIONS_MAX;
+    let has_room = all.has_room_for(&nexus.owner);
+    let (port, owner) = (&nexus.port, &nexus.owner);
     match all.registrations.iter_mut().find(|r| r.port == nexus.port) {
         Some(_) if key == 0 => {
             unregister(state, nexus);
         }
-        Some(registration) => registration.key = key,
+        Some(registration) => (registration.key, registration.owner) = (key, Arc::clone(owner)),
         None if key == 0 => {}
-        None if full => return Sense::NO_REGISTRATIONS.into(),
-        None => all.registrations.push(Registration { port: Arc::clone(&nexus.port), key }),
+        None if !has_room => return Sense::NO_REGISTRATIONS.into(),
+        None => all.registrations.push(Registration { port: Arc::clone(port), key, owner: Arc::clone(owner) }),
     }
     state.reservations.generation = state.reservations.generation.wrapping_add(1);
     Outcome::good()
@@ -513,7 +539,9 @@ mod tests {
     const TYPES: [u8; 6] = [1, 3, 5, 6, 7, 8];
 
     fn nexus(port: &str) -> Nexus {
-        Nexus { id: u64::from(port.as_bytes()[0]), port: port.into() }
+        // Several ports of one owner: `a1`, `a2`.
+        let owner = &port[..1];
+        Nexus { id: u64::from(port.as_bytes()[0]), port: port.into(), owner: owner.into() }
     }
 
     /// A command of this port; its status and whose commands are to be aborted.
@@ -635,10 +663,48 @@ mod tests {
             assert!(read(&String::from_utf8(changed).unwrap()).is_err(), "byte {at}");
         }
         assert!(read(&(kept.clone() + "x")).is_err() && read(&(kept.clone() + &kept)).is_err());
-        // Format 1, as written by earlier versions.
-        let old: String =
-            kept.lines().skip(1).filter(|line| !line.starts_with(END)).map(|l| format!("{l}\n")).collect();
-        assert_eq!(read(&format!("{FIRST_LINE_OF_1}\n{old}")), Ok((3, true)));
+    }
+
+    #[test]
+    fn kept_reservations_of_earlier_versions_count_for_their_iscsi_names() {
+        let lines = "registration 0000000000000007 iqn.a,i,0x1\nholder 5 iqn.a,i,0x1\n";
+        let first = format!("{FIRST_LINE_OF_1}\n{lines}");
+        let second = format!("{FIRST_LINE_OF_2}\n{lines}");
+        let second = format!("{second}{END}{}\n", checksum(&second));
+        for kept in [first, second] {
+            let all = Reservations::lasting(Some(&kept)).unwrap();
+            assert_eq!((&*all.registrations[0].owner, all.holder.is_some()), ("iqn.a", true));
+            // What is written from now on names the owner.
+            let kept = all.kept().unwrap();
+            assert!(kept.starts_with(FIRST_LINE) && kept.contains("iqn.a,i,0x1 iqn.a\n"), "{kept}");
+            assert_eq!(&*Reservations::lasting(Some(&kept)).unwrap().registrations[0].owner, "iqn.a");
+        }
+    }
+
+    #[test]
+    fn one_initiator_leaves_registrations_to_the_others() {
+        let mut state = State::default();
+        (state.reservations.can_last, state.reservations.lasts) = (true, true);
+        let register = |state: &mut State, owner: &str, ports: usize| {
+            let all = (0..ports).map(|n| out(state, &format!("{owner}{n}"), (REGISTER, 0), (0, 7)).0);
+            all.filter(|status| *status == Status::Good).count()
+        };
+        assert_eq!(register(&mut state, "e", REGISTRATIONS_MAX), 228);
+        // A restart of the daemon gives it no more.
+        state.reservations.lasts = true;
+        let kept = state.reservations.kept().unwrap();
+        state.reservations = Reservations::lasting(Some(&kept)).unwrap();
+        assert_eq!(out(&mut state, "e228", (REGISTER, 0), (0, 7)).0, Status::CheckCondition);
+        assert_eq!(out(&mut state, "e0", (REGISTER, 0), (7, 8)).0, Status::Good, "another key for the same port");
+        // A host with 16 paths, and others with two.
+        assert_eq!(register(&mut state, "a", 16), 16);
+        for owner in ["b", "c", "d"] {
+            assert_eq!(register(&mut state, owner, 2), 2, "{owner}");
+        }
+        // A registration that has ended can be taken again.
+        assert_eq!(out(&mut state, "e1", (REGISTER, 0), (7, 0)).0, Status::Good);
+        assert_eq!(out(&mut state, "a0", (CLEAR, 0), (7, 0)).0, Status::Good);
+        assert_eq!(out(&mut state, "e228", (REGISTER, 0), (0, 7)).0, Status::Good);
     }
 
     /// SPC-4 table 66.

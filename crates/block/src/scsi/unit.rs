@@ -17,6 +17,8 @@ pub struct Nexus {
     pub id: u64,
     /// The initiator port's name: the same for every session of that port.
     pub port: Arc<str>,
+    /// Owner of the port's registrations: the authenticated name of the initiator, or its host.
+    pub owner: Arc<str>,
 }
 
 /// Something an initiator is told before its next command is done.
@@ -512,7 +514,7 @@ mod tests {
             let witness = Arc::new(Witness { below, seen: Mutex::default() });
             export.backend = Arc::new(crate::Served::new(Arc::clone(&witness) as _));
             let unit = Unit::new(Arc::new(export), 512);
-            let nexus = Nexus { id: 1, port: "a".into() };
+            let nexus = Nexus { id: 1, port: "a".into(), owner: "a".into() };
             const FUA: u8 = 8;
             let write = |flags: u8| {
                 let mut cdb = [0; 16];
@@ -535,7 +537,7 @@ mod tests {
         runtime.block_on(async {
             let spec = Spec::parse("d=mem:1M,delay=0s/10s").unwrap();
             let unit = Unit::new(Arc::new(spec.open(None).unwrap()), 512);
-            let nexus = |id, port: &str| Nexus { id, port: port.into() };
+            let nexus = |id, port: &str| Nexus { id, port: port.into(), owner: port.into() };
             let (a, b) = (nexus(1, "a"), nexus(2, "b"));
             let (attached, _) = (unit.attach(&a), unit.attach(&b));
             for nexus in [&a, &b] {
@@ -578,7 +580,7 @@ mod tests {
                 let export = Spec::parse("d=mem:1M").unwrap().open(None).unwrap();
                 Unit::new(Arc::new(export), 512).with_lasting(Lasting::of(state.path(), &[1; 16])).unwrap()
             };
-            let nexus = |id, port: &str| Nexus { id, port: port.into() };
+            let nexus = |id, port: &str| Nexus { id, port: port.into(), owner: port.into() };
             let (a, b) = (nexus(1, "iqn.a,i,0x1"), nexus(2, "iqn.b,i,0x1"));
             let attach = async |unit: &Unit| {
                 for nexus in [&a, &b] {
@@ -644,7 +646,7 @@ mod tests {
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
         runtime.block_on(async {
             let unit = Unit::new(Arc::new(Spec::parse("d=mem:1M,ro").unwrap().open(None).unwrap()), 512);
-            let nexus = |id, port: &str| Nexus { id, port: port.into() };
+            let nexus = |id, port: &str| Nexus { id, port: port.into(), owner: port.into() };
             let (a, b) = (nexus(1, "a"), nexus(2, "b"));
             let (ours, others) = (unit.attach(&a), unit.attach(&b));
             for nexus in [&a, &b] {
@@ -688,7 +690,7 @@ mod tests {
                 let export = Spec::parse(spec).unwrap().open(None).unwrap();
                 Unit::new(Arc::new(export), 512).with_lasting(Lasting::of(state.path(), &[1; 16])).unwrap()
             };
-            let a = Nexus { id: 1, port: "iqn.a,i,0x1".into() };
+            let a = Nexus { id: 1, port: "iqn.a,i,0x1".into(), owner: "a".into() };
             let first = unit("d=mem:1M");
             first.attach(&a);
             first.execute(&a, &[0; 16], &Given::new(&[], 0)).await;
@@ -791,7 +793,7 @@ mod tests {
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
         runtime.block_on(async {
             let unit = Unit::new(Arc::new(Spec::parse("d=mem:1M").unwrap().open(None).unwrap()), 512);
-            let nexus = |id, port: &str| Nexus { id, port: port.into() };
+            let nexus = |id, port: &str| Nexus { id, port: port.into(), owner: port.into() };
             let (a, b) = (nexus(1, "a"), nexus(2, "b"));
             let (_a, _b) = (unit.attach(&a), unit.attach(&b));
             for nexus in [&a, &b] {
@@ -823,7 +825,7 @@ mod tests {
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
         runtime.block_on(async {
             let unit = Unit::new(Arc::new(Spec::parse("d=mem:1M").unwrap().open(None).unwrap()), 512);
-            let nexus = |id, port: &str| Nexus { id, port: port.into() };
+            let nexus = |id, port: &str| Nexus { id, port: port.into(), owner: port.into() };
             let (a, b) = (nexus(1, "a"), nexus(2, "b"));
             let (_a, _b) = (unit.attach(&a), unit.attach(&b));
             for nexus in [&a, &b] {
@@ -854,7 +856,7 @@ mod tests {
     /// A unit with one session, whose port has registered the key 7.
     async fn registered() -> (Unit, Nexus) {
         let unit = Unit::new(Arc::new(Spec::parse("d=mem:1M").unwrap().open(None).unwrap()), 512);
-        let a = Nexus { id: 1, port: "a".into() };
+        let a = Nexus { id: 1, port: "a".into(), owner: "a".into() };
         unit.attach(&a);
         unit.execute(&a, &[0; 16], &Given::new(&[], 0)).await;
         done(&unit, &a, &reserve_out(0), &keys(0, 7)).await;
@@ -917,7 +919,7 @@ mod tests {
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
         runtime.block_on(async {
             let unit = Unit::new(Arc::new(Spec::parse("d=mem:1M").unwrap().open(None).unwrap()), 512);
-            let a = Nexus { id: 1, port: "a".into() };
+            let a = Nexus { id: 1, port: "a".into(), owner: "a".into() };
             let _a = unit.attach(&a);
             unit.execute(&a, &[0; 16], &Given::new(&[], 0)).await;
             // REGISTER AND IGNORE EXISTING KEY is the last that there is.
@@ -934,7 +936,7 @@ mod tests {
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
         runtime.block_on(async {
             let unit = Unit::new(Arc::new(Spec::parse("d=mem:1M").unwrap().open(None).unwrap()), 512);
-            let nexus = |id, port: &str| Nexus { id, port: port.into() };
+            let nexus = |id, port: &str| Nexus { id, port: port.into(), owner: port.into() };
             let (a, b) = (nexus(1, "a"), nexus(2, "b"));
             let (attached, _) = (unit.attach(&a), unit.attach(&b));
             let under_way = attached.begin();
