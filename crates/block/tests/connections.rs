@@ -83,8 +83,8 @@ impl Backend for Stuck {
         self.below.discard(at, len)
     }
 
-    fn extents(&self, at: u64, len: u64) -> Op<'_, Vec<Extent>> {
-        self.below.extents(at, len)
+    fn extents(&self, at: u64, len: u64, most: usize) -> Op<'_, Vec<Extent>> {
+        self.below.extents(at, len, most)
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::os::unix::fs::FileExt;
 use std::sync::mpsc;
-use thruway_block::backend::{Backend, FileBackend, Mode};
+use thruway_block::backend::{Backend, EXTENTS_MAX, FileBackend, Mode};
 use thruway_engine::{Reactors, Segments};
 
 /// Runs a task on a reactor, to its end.
@@ -24,8 +24,8 @@ fn extents_of_a_file_in_many_pieces_are_told_to_the_end() {
     }
     let disk = FileBackend::of(file).unwrap();
     let (few, all) = on_a_reactor(move || async move {
-        let few = disk.extents(PIECE / 2, 2 * PIECE).await.unwrap();
-        (few, disk.extents(0, 2 * PIECES * PIECE).await.unwrap())
+        let few = disk.extents(PIECE / 2, 2 * PIECE, EXTENTS_MAX).await.unwrap();
+        (few, disk.extents(0, 2 * PIECES * PIECE, EXTENTS_MAX).await.unwrap())
     });
     let of = |extents: &[thruway_block::backend::Extent]| extents.iter().map(|e| (e.len, e.hole)).collect::<Vec<_>>();
     assert_eq!(of(&few), [(PIECE / 2, false), (PIECE, true), (PIECE / 2, false)]);

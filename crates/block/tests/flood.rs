@@ -17,9 +17,10 @@ mod nbd_server;
 use client::{Nbd, READ};
 use std::io::{self, Read, Write};
 use std::net::TcpStream;
+use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, mpsc};
-use thruway_block::backend::MemoryBackend;
+use thruway_block::backend::{Backend, EXTENTS_MAX, FileBackend, MemoryBackend};
 use thruway_block::iscsi::{self, target};
 use thruway_block::scsi::Unit;
 use thruway_block::{Export, Served};
@@ -33,6 +34,10 @@ const FLOODS: usize = 2 * REACTORS;
 const CONNECTIONS: usize = 64;
 
 fn disk() -> Arc<Export> {
+    disk_of(Arc::new(MemoryBackend::new(1 << 20).unwrap()))
+}
+
+fn disk_of(backend: Arc<dyn Backend>) -> Arc<Export> {
     Arc::new(Export {
         kind: "a test",
         name: "d".into(),
@@ -41,7 +46,7 @@ fn disk() -> Arc<Export> {
         is_lasting: false,
         allow: Vec::new(),
         fence: thruway_block::fence::Fence::default(),
-        backend: Arc::new(Served::new(Arc::new(MemoryBackend::new(1 << 20).unwrap()))),
+        backend: Arc::new(Served::new(backend)),
         read_only: false,
         chunk: 64 << 10,
         target: None,
@@ -49,15 +54,19 @@ fn disk() -> Arc<Export> {
     })
 }
 
-fn targets() -> Arc<target::Targets> {
-    let units = vec![Arc::new(Unit::new(disk(), 512))];
+fn targets(disk: Arc<Export>) -> Arc<target::Targets> {
+    let units = vec![Arc::new(Unit::new(disk, 512))];
     Arc::new(target::Targets::new(vec![target::Target { name: TARGET.into(), units }], None, Vec::new()))
 }
 
 fn iscsi_server(reactors: &Reactors) -> (iscsi::Server, String) {
+    iscsi_server_of(disk(), reactors)
+}
+
+fn iscsi_server_of(disk: Arc<Export>, reactors: &Reactors) -> (iscsi::Server, String) {
     let config = iscsi::Config {
         listen: vec!["127.0.0.1:0".parse().unwrap()],
-        targets: targets(),
+        targets: targets(disk),
         own_user_only: true,
         connections_max: CONNECTIONS,
     };
@@ -168,6 +177,71 @@ fn negotiations_count_as_work_of_their_host() {
     }
 }
 
+/// BLOCK_STATUS of a range from the first byte; the number of extents in the reply.
+fn block_status(stream: &mut TcpStream, flags: u16, len: u32) -> usize {
+    let request = [&0x2560_9513u32.to_be_bytes()[..], &flags.to_be_bytes(), &[0, 7], &[0; 16], &len.to_be_bytes()];
+    stream.write_all(&request.concat()).unwrap();
+    let mut chunk = [0; 20];
+    stream.read_exact(&mut chunk).unwrap();
+    // The only one, of block status.
+    assert_eq!((&chunk[..4], &chunk[4..8]), (&0x668e_33efu32.to_be_bytes()[..], &[0, 1, 0, 5][..]));
+    let mut extents = vec![0; u32::from_be_bytes(chunk[16..].try_into().unwrap()) as usize];
+    stream.read_exact(&mut extents).unwrap();
+    extents.len() / 8
+}
+
+/// Each reply follows the counting of its lookups. So what a host can have looked up is shared as other work.
+#[test]
+fn lookups_of_extents_count_as_work_of_their_host_and_are_bounded() {
+    const REQ_ONE: u16 = 8;
+    const PIECES: u32 = 2 * EXTENTS_MAX as u32;
+    let file = tempfile::tempfile_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    file.set_len(u64::from(PIECES) * 8192).unwrap();
+    (0..PIECES).for_each(|piece| file.write_all_at(&[1; 4096], u64::from(piece) * 8192).unwrap());
+    let disk = disk_of(Arc::new(FileBackend::of(file).unwrap()));
+    let reactors = Reactors::start(Some(REACTORS)).unwrap();
+    let (_server, address) = nbd_server::serve(Arc::clone(&disk), &reactors);
+    let mut stream = negotiation(&address).unwrap();
+    let name = [&1u32.to_be_bytes()[..], b"d"].concat();
+    let context = [&name[..], &1u32.to_be_bytes(), &15u32.to_be_bytes(), b"base:allocation"].concat();
+    for (number, data) in [(8u32, vec![]), (10, context), (7, [&name[..], &[0, 0]].concat())] {
+        stream
+            .write_all(&[&b"IHAVEOPT"[..], &number.to_be_bytes(), &(data.len() as u32).to_be_bytes(), &data].concat())
+            .unwrap();
+        loop {
+            let mut header = [0; 20];
+            stream.read_exact(&mut header).unwrap();
+            stream.read_exact(&mut vec![0; header[19].into()]).unwrap();
+            if header[12..16] == 1u32.to_be_bytes() {
+                break;
+            }
+        }
+    }
+    let mut counted_by_reply = |flags, pieces: u32| {
+        let before = counted_by(&reactors);
+        let extents = block_status(&mut stream, flags, pieces * 8192);
+        (extents, counted_by(&reactors) - before)
+    };
+    for pieces in [1, 4, 100, PIECES] {
+        let (extents, units) = counted_by_reply(0, pieces);
+        assert_eq!(extents, (2 * pieces as usize).min(EXTENTS_MAX), "{pieces} pieces");
+        assert!(units >= extents as u64, "{extents} extents count as {units}");
+    }
+    let (extents, units) = counted_by_reply(REQ_ONE, PIECES);
+    assert!(extents == 1 && units < 8, "one extent counts as {units}");
+
+    let (_iscsi, portal) = iscsi_server_of(disk, &reactors);
+    let mut initiator = initiator::Initiator::log_in(&portal, TARGET, initiator::next_isid());
+    for descriptors in [1, 100] {
+        let before = counted_by(&reactors);
+        assert_eq!(initiator.lba_status(descriptors).unwrap(), descriptors);
+        let units = counted_by(&reactors) - before;
+        // The data sent may count as a unit.
+        let range = u64::from(descriptors)..u64::from(descriptors) + 8;
+        assert!(range.contains(&units), "{descriptors} descriptors count as {units}");
+    }
+}
+
 #[test]
 fn a_negotiation_of_options_that_are_too_long_ends_as_any_other() {
     let reactors = Reactors::start(Some(1)).unwrap();
@@ -242,7 +316,7 @@ fn floods_by_iser_do_not_keep_others_from_being_served() {
     let config = iscsi::iser::Config {
         listen: vec!["127.0.0.1:0".parse().unwrap()],
         provider: thruway_fabric::iwarp::Config::default().into(),
-        targets: targets(),
+        targets: targets(disk()),
         own_user_only: true,
         connections_max: CONNECTIONS,
     };

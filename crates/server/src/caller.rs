@@ -4,15 +4,20 @@ use std::future::Future;
 use thruway_tcp::Origin;
 
 tokio::task_local! {
-    static CALLER: Origin;
+    static CALLER: Option<Origin>;
 }
 
 /// Runs work for a host: [`current`] returns that host within `work`.
 pub fn on_behalf_of<T>(caller: Origin, work: impl Future<Output = T>) -> impl Future<Output = T> {
-    CALLER.scope(caller, work)
+    CALLER.scope(Some(caller), work)
+}
+
+/// Runs work of another task for the host of this one: [`current`] returns the same within `work`.
+pub fn inherited<T>(work: impl Future<Output = T>) -> impl Future<Output = T> {
+    CALLER.scope(current(), work)
 }
 
 /// Returns the host of the current task; `None` outside [`on_behalf_of`], for work of the daemon itself.
 pub fn current() -> Option<Origin> {
-    CALLER.try_with(|caller| *caller).ok()
+    CALLER.try_with(|caller| *caller).ok().flatten()
 }

@@ -8,7 +8,7 @@
 //! The kernel reports lost writes once, to the first sync. So a failed sync is
 //! recorded: from then on no flush of this disk succeeds until it is opened again.
 
-use super::{Backend, Extent, Geometry, Lent, Op, Zero, merge, unsupported};
+use super::{Backend, EXTENTS_MAX, Extent, Geometry, Lent, Op, Zero, merge, unsupported};
 use crate::readahead::ReadAhead;
 use rustix::fs::{FallocateFlags, FileType, OFlags, SeekFrom};
 use std::fs::{File, OpenOptions};
@@ -23,6 +23,9 @@ use thruway_engine::io::{self as storage, OpenFile};
 use thruway_engine::{Segment, Segments, page_cache};
 use thruway_fs::disk_lock::{self, UNSHARED, USED};
 use thruway_fs::sparse;
+use thruway_server::turns::{Limits, Turns};
+use thruway_server::{caller, slices};
+use thruway_tcp::Origin;
 use tokio::runtime::Handle;
 use tokio::sync::{Mutex, RwLock, Semaphore};
 
@@ -37,10 +40,11 @@ pub enum Mode {
     Writeback,
 }
 
-/// Extents in one answer.
-const EXTENTS_MAX: usize = 1024;
-/// Extents that are looked for at once, where the file system is of this host.
+/// Extents that are looked up at once, where the file system is of this host.
 const EXTENTS_AT_ONCE: usize = 8;
+/// Limits of lookups of further extents of one disk, because their threads compete with the reactors for processors. Hosts take turns; in
+/// a turn, at most [`EXTENTS_MAX`] are looked up.
+const LOOKUPS: Limits = Limits { all: 4, per_origin: 1, waiting: 16 << 10, patience: Duration::from_secs(20) };
 
 /// Threads that wait for the server of one disk, at most, of those that a reactor has.
 const PLACES: usize = 16;
@@ -60,6 +64,8 @@ pub struct FileBackend {
     asks_size: Arc<Semaphore>,
     /// Bounds the threads that wait for its server: other disks need some.
     places: Arc<Semaphore>,
+    /// Turns for threads that look up extents.
+    lookups: Turns,
     punches: AtomicBool,
     zeroes: AtomicBool,
     /// A device discards, though what is read afterwards may be anything.
@@ -221,6 +227,7 @@ impl FileBackend {
             size,
             asks_size: Arc::new(Semaphore::new(1)),
             places: Arc::new(Semaphore::new(PLACES)),
+            lookups: Turns::new(LOOKUPS),
             punches,
             zeroes,
             readahead,
@@ -236,6 +243,7 @@ impl FileBackend {
             size: Arc::new(AtomicU64::new(size_of(&file)?)),
             asks_size: Arc::new(Semaphore::new(1)),
             places: Arc::new(Semaphore::new(PLACES)),
+            lookups: Turns::new(LOOKUPS),
             direct: None,
             mode: Mode::Writeback,
             alignment: 1,
@@ -652,26 +660,36 @@ impl Backend for FileBackend {
         })
     }
 
-    fn extents(&self, at: u64, len: u64) -> Op<'_, Vec<Extent>> {
+    fn extents(&self, at: u64, len: u64, most: usize) -> Op<'_, Vec<Extent>> {
+        let data = Extent { len, hole: false, zero: false };
         if self.cached.is_device() {
-            return Box::pin(std::future::ready(Ok(vec![Extent { len, hole: false, zero: false }])));
+            return Box::pin(std::future::ready(Ok(vec![data])));
         }
-        let mut known = Vec::new();
-        if self.cached.is_of_this_host() {
-            match seek_extents(&self.cached, at, len, EXTENTS_AT_ONCE) {
-                Ok(extents) => known = extents,
-                Err(error) => return Box::pin(std::future::ready(Err(error))),
-            }
-        }
-        let done: u64 = known.iter().map(|extent| extent.len).sum();
-        if done == len {
-            return Box::pin(std::future::ready(Ok(known)));
-        }
-        // Many extents take time, and a file server may not answer: neither may block the reactor.
-        let file = Arc::clone(&self.cached);
-        let rest = move || seek_extents(&file, at + done, len - done, EXTENTS_MAX);
+        let most = most.clamp(1, EXTENTS_MAX);
         Box::pin(async move {
-            known.extend(self.ring().on_thread(rest).await?);
+            let mut known = Vec::new();
+            if self.cached.is_of_this_host() {
+                known = seek_extents(&self.cached, at, len, most.min(EXTENTS_AT_ONCE))?;
+                slices::spend(known.len()).await;
+            }
+            let done: u64 = known.iter().map(|extent| extent.len).sum();
+            if done == len || known.len() >= most {
+                return Ok(known);
+            }
+            // Many extents take time, and a file server may not answer: neither may block the reactor.
+            let Some(turn) = self.lookups.take(caller::current().unwrap_or(Origin::UnknownUser)).await else {
+                // What is not known may be data.
+                return Ok(if known.is_empty() { vec![data] } else { known });
+            };
+            let (file, left) = (Arc::clone(&self.cached), most - known.len());
+            let rest = move || {
+                let found = seek_extents(&file, at + done, len - done, left);
+                drop(turn);
+                found
+            };
+            let rest = self.ring().on_thread(rest).await?;
+            slices::spend(rest.len()).await;
+            known.extend(rest);
             Ok(merge(known, len))
         })
     }
@@ -703,5 +721,55 @@ impl Backend for FileBackend {
             }
             self.ring().prefetch(&self.cached, at, len).await
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::FileExt;
+    use std::sync::mpsc;
+    use thruway_engine::Reactors;
+
+    const PIECE: u64 = 64 << 10;
+    const PIECES: u64 = 50;
+
+    /// A disk with a hole behind each piece of data, with room for so many lookups that wait.
+    fn in_pieces(waiting: usize) -> FileBackend {
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(2 * PIECES * PIECE).unwrap();
+        for piece in 0..PIECES {
+            file.write_all_at(&[1; PIECE as usize], 2 * piece * PIECE).unwrap();
+        }
+        FileBackend { lookups: Turns::new(Limits { waiting, ..LOOKUPS }), ..FileBackend::of(file).unwrap() }
+    }
+
+    /// Threads that look up extents compete with the reactors for processors.
+    #[test]
+    fn hosts_take_turns_for_lookups_of_many_extents() {
+        let reactors = Reactors::start(Some(1)).unwrap();
+        let (done, is_done) = mpsc::channel();
+        reactors.handles()[0].spawn(move || async move {
+            let host = |number: u8| Origin::of_host([10, 0, 0, number].into());
+            // Lookups that would wait for a turn are refused at once.
+            let disk = in_pieces(0);
+            let found = async |number, most| {
+                let looking = disk.extents(0, 2 * PIECES * PIECE, most);
+                caller::on_behalf_of(host(number), looking).await.unwrap().len()
+            };
+            let all = 2 * PIECES as usize;
+            assert_eq!(found(1, EXTENTS_MAX).await, all);
+            let held = disk.lookups.take(host(1)).await.expect("a turn");
+            let few = EXTENTS_AT_ONCE..=EXTENTS_AT_ONCE + 1;
+            assert!(few.contains(&found(1, EXTENTS_MAX).await), "what is known without a turn");
+            assert_eq!(found(2, EXTENTS_MAX).await, all, "another host has turns of its own");
+            // Lookups of few extents need no turn.
+            assert!((1..=2).contains(&found(1, 1).await));
+            drop(held);
+            assert_eq!(found(1, EXTENTS_MAX).await, all);
+            assert!((40..=41).contains(&found(1, 40).await));
+            done.send(()).unwrap();
+        });
+        is_done.recv().expect("the task ends without a panic");
     }
 }

@@ -1,12 +1,13 @@
 //! A disk in memory. Bytes that were never written take none.
 
-use super::{Backend, Extent, Geometry, Lent, Memory, Op, Zero, merge};
+use super::{Backend, EXTENTS_MAX, Extent, Geometry, Lent, Memory, Op, Zero, append};
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 use smallvec::smallvec;
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use thruway_engine::Segment;
+use thruway_server::slices;
 
 const PAGE: u64 = 4096;
 
@@ -76,8 +77,12 @@ impl MemoryBackend {
         }
     }
 
-    fn is_present(&self, page: u64) -> bool {
-        self.present[page as usize / 64].load(Ordering::Relaxed) & (1 << (page % 64)) != 0
+    /// State of a page (true for a hole), and the number of pages from it on in the same state, within one word of the bitmap.
+    fn run_at(&self, page: u64) -> (bool, u64) {
+        let present = self.present[page as usize / 64].load(Ordering::Relaxed) >> (page % 64);
+        let hole = present & 1 == 0;
+        let others = if hole { present } else { !present };
+        (hole, u64::from(others.trailing_zeros()).min(64 - page % 64))
     }
 
     fn clear(&self, at: u64, len: u64) {
@@ -153,22 +158,70 @@ impl Backend for MemoryBackend {
         done(())
     }
 
-    fn extents(&self, at: u64, len: u64) -> Op<'_, Vec<Extent>> {
+    fn extents(&self, at: u64, len: u64, most: usize) -> Op<'_, Vec<Extent>> {
         /// Pages looked at for one answer.
         const PAGES_MAX: u64 = 1 << 18;
-        let end = at + len;
-        let pages = (at / PAGE..end.div_ceil(PAGE)).take(PAGES_MAX as usize);
-        let extents = pages.map(|page| {
-            let len = ((page + 1) * PAGE).min(end) - (page * PAGE).max(at);
-            let hole = !self.is_present(page);
-            Extent { len, hole, zero: hole }
-        });
-        done(merge(extents, len))
+        /// Runs of pages that count as a unit of work: a run is looked up by one load.
+        const RUNS_OF_UNIT: usize = 256;
+        let most = most.clamp(1, EXTENTS_MAX);
+        let (end, mut page) = (at + len, at / PAGE);
+        let last = end.div_ceil(PAGE).min(page + PAGES_MAX);
+        let (mut extents, mut runs) = (Vec::new(), 0);
+        // One more: then the last of them is complete.
+        while page < last && extents.len() <= most {
+            let (hole, pages) = self.run_at(page);
+            let next = (page + pages).min(last);
+            append(&mut extents, Extent { len: (next * PAGE).min(end) - (page * PAGE).max(at), hole, zero: hole });
+            (page, runs) = (next, runs + 1);
+        }
+        Box::pin(async move {
+            slices::spend(1 + runs / RUNS_OF_UNIT).await;
+            Ok(extents)
+        })
     }
 
     fn lend(&self, at: u64, len: usize) -> Option<Lent> {
         // SAFETY: the range is within the mapping (`at` checks that), which lives as long as its last owner.
         let memory = unsafe { Memory::new(self.at(at, len), len, Arc::clone(&self.mapping) as _) };
         Some(Lent::Memory(smallvec![memory]))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use futures_util::FutureExt;
+    use proptest::prelude::*;
+
+    proptest! {
+        /// Compares extents with the states of all pages, and their number with the bound.
+        #[test]
+        fn extents_are_those_of_the_pages(
+            written in prop::collection::vec((0u64..300, 1u64..80), 0..12),
+            (at, len) in (0u64..300 * PAGE, 1u64..=100 * PAGE),
+            most in 0usize..8,
+        ) {
+            let disk = MemoryBackend::new(400 * PAGE).unwrap();
+            let mut there = [false; 400];
+            for (page, pages) in written {
+                disk.mark(page * PAGE, pages * PAGE, true);
+                there[page as usize..(page + pages) as usize].fill(true);
+            }
+            let extents = |most| disk.extents(at, len, most).now_or_never().expect("nothing to wait for").unwrap();
+            let mut at_page = at;
+            let all = extents(EXTENTS_MAX);
+            prop_assert_eq!(all.iter().map(|extent| extent.len).sum::<u64>(), len);
+            for extent in &all {
+                for page in at_page / PAGE..(at_page + extent.len).div_ceil(PAGE) {
+                    prop_assert_eq!(extent.hole, !there[page as usize], "page {}", page);
+                }
+                at_page += extent.len;
+            }
+            prop_assert!(all.is_sorted_by(|one, next| one.hole != next.hole));
+            let few = extents(most);
+            let complete = most.max(1).min(all.len());
+            prop_assert!(few.len() <= most.max(1) + 1);
+            prop_assert_eq!(&few[..complete], &all[..complete]);
+        }
     }
 }

@@ -91,8 +91,9 @@ pub trait Backend: Send + Sync {
     fn discard(&self, at: u64, len: u64) -> Op<'_, ()>;
 
     /// The states of a range, from its first byte on; at least one, covering all of the range or the
-    /// beginning of it.
-    fn extents(&self, at: u64, len: u64) -> Op<'_, Vec<Extent>>;
+    /// beginning of it. Looking them up is work: after `most`, or [`EXTENTS_MAX`], no more are looked up, though the last ones
+    /// found may be beyond that number.
+    fn extents(&self, at: u64, len: u64, most: usize) -> Op<'_, Vec<Extent>>;
 
     /// A long read of this range is about to begin, perhaps in pieces: time to begin to fetch what may follow it.
     fn hint_sequential(&self, _at: u64, _len: u64) {}
@@ -113,6 +114,18 @@ pub trait Backend: Send + Sync {
     }
 }
 
+/// Extents that are looked up for one request.
+pub const EXTENTS_MAX: usize = 1024;
+
+/// Appends an extent. It becomes one with the last, if that is in the same state.
+pub(crate) fn append(extents: &mut Vec<Extent>, extent: Extent) {
+    match extents.last_mut() {
+        _ if extent.len == 0 => {}
+        Some(last) if (last.hole, last.zero) == (extent.hole, extent.zero) => last.len += extent.len,
+        _ => extents.push(extent),
+    }
+}
+
 /// Extents with equal neighbours made one, the last cut at `len`.
 pub(crate) fn merge(extents: impl IntoIterator<Item = Extent>, len: u64) -> Vec<Extent> {
     let mut merged: Vec<Extent> = Vec::new();
@@ -120,11 +133,7 @@ pub(crate) fn merge(extents: impl IntoIterator<Item = Extent>, len: u64) -> Vec<
     for mut extent in extents {
         extent.len = extent.len.min(left);
         left -= extent.len;
-        match merged.last_mut() {
-            _ if extent.len == 0 => {}
-            Some(last) if (last.hole, last.zero) == (extent.hole, extent.zero) => last.len += extent.len,
-            _ => merged.push(extent),
-        }
+        append(&mut merged, extent);
     }
     merged
 }

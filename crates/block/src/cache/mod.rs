@@ -825,12 +825,12 @@ impl Backend for Cache {
         Box::pin(self.inner.zero(from, to - from, move || self.inner.below.discard(from, to - from)))
     }
 
-    fn extents(&self, at: u64, len: u64) -> Op<'_, Vec<Extent>> {
+    fn extents(&self, at: u64, len: u64, most: usize) -> Op<'_, Vec<Extent>> {
         Box::pin(async move {
             // What is dirty may be where the disk still has a hole.
             let inner = &self.inner;
             inner.write_out_all(&inner.partitions.dirty_in(inner.blocks(at, len))).await?;
-            inner.below.extents(at, len).await
+            inner.below.extents(at, len, most).await
         })
     }
 

@@ -25,7 +25,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use thruway_engine::{Segment, reactor};
 use thruway_fabric::RemoteAddr;
-use thruway_server::{Body, Buffers, Message, Peer, Permit, Reader, SendQueue, Writer, panics};
+use thruway_server::{Body, Buffers, Message, Peer, Permit, Reader, SendQueue, Writer, caller, panics};
 use tokio::sync::{Notify, watch};
 
 /// Commands of a session in progress at a time: what the command window is opened for.
@@ -492,7 +492,7 @@ impl Connection {
         let attached = task.lun_number.and_then(|lun| self.attached(lun));
         let under_way = attached.map(|attached| attached.begin());
         let bug = Bug(Rc::clone(self));
-        reactor::start(async move {
+        reactor::start(caller::inherited(async move {
             let _bug = bug;
             let outcome = match (&unit, &under_way) {
                 _ if cdb[0] == 0xa0 => Some(report_luns(&cdb, target.report_luns())),
@@ -505,7 +505,7 @@ impl Connection {
             if let Some(outcome) = outcome.filter(|_| !task.is_aborted() && !cleared) {
                 task.finish(outcome).await;
             }
-        });
+        }));
         Ok(())
     }
 

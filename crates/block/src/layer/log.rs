@@ -115,7 +115,7 @@ impl Layer for Log {
         self.logged("discard", at, len, self.inner.discard(at, len))
     }
 
-    fn extents(&self, at: u64, len: u64) -> Op<'_, Vec<crate::backend::Extent>> {
-        self.logged("extents", at, len, self.inner.extents(at, len))
+    fn extents(&self, at: u64, len: u64, most: usize) -> Op<'_, Vec<crate::backend::Extent>> {
+        self.logged("extents", at, len, self.inner.extents(at, len, most))
     }
 }

@@ -82,7 +82,7 @@ forwarded! {
     fn flush(&self) -> Op<'_, ()>;
     fn zero(&self, at: u64, len: u64, how: Zero) -> Op<'_, ()>;
     fn discard(&self, at: u64, len: u64) -> Op<'_, ()>;
-    fn extents(&self, at: u64, len: u64) -> Op<'_, Vec<Extent>>;
+    fn extents(&self, at: u64, len: u64, most: usize) -> Op<'_, Vec<Extent>>;
     fn hint_sequential(&self, at: u64, len: u64) -> ();
     fn summary(&self) -> Option<String>;
 }

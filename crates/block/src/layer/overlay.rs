@@ -1,7 +1,7 @@
 //! Copy on write: changes go to an overlay, the disk below stays as it is.
 
 use super::{Layer, LayerConfig, LayerFile, LayerKind, Opening, Role};
-use crate::backend::{Backend, Extent, FileBackend, Geometry, Op, Zero, merge};
+use crate::backend::{Backend, EXTENTS_MAX, Extent, FileBackend, Geometry, Op, Zero, append, merge};
 use crate::open::OpenError;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -216,17 +216,18 @@ impl Layer for Overlay {
         Box::pin(std::future::ready(Ok(())))
     }
 
-    fn extents(&self, at: u64, len: u64) -> Op<'_, Vec<Extent>> {
+    fn extents(&self, at: u64, len: u64, most: usize) -> Op<'_, Vec<Extent>> {
         /// Looked at for one answer.
         const LEN_MAX: u64 = 1 << 30;
         Box::pin(async move {
             let mut extents = Vec::new();
             for (start, run, here) in self.runs(at, len.min(LEN_MAX)) {
                 let from = if here { &self.changes } else { &self.inner };
-                let found = from.extents(start, run).await?;
+                let found = from.extents(start, run, most).await?;
                 let covered: u64 = found.iter().map(|e| e.len).sum();
-                extents.extend(found);
-                if covered < run {
+                found.into_iter().for_each(|extent| append(&mut extents, extent));
+                // One more: then the last of them is complete.
+                if covered < run || extents.len() > most.min(EXTENTS_MAX) {
                     break;
                 }
             }

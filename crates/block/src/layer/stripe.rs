@@ -1,6 +1,6 @@
 //! One disk of several: chunks go round the members, and the parts of a request go to all of them at once.
 
-use crate::backend::{Backend, Extent, Geometry, Op, Zero, all, merge};
+use crate::backend::{Backend, EXTENTS_MAX, Extent, Geometry, Op, Zero, all, append, merge};
 use crate::chunk_ranges::chunk_ranges;
 use futures_util::future::try_join_all;
 use std::io;
@@ -125,16 +125,17 @@ impl Backend for Stripe {
         self.each(at, len, |member, at, len| member.discard(at, len))
     }
 
-    fn extents(&self, at: u64, len: u64) -> Op<'_, Vec<Extent>> {
+    fn extents(&self, at: u64, len: u64, most: usize) -> Op<'_, Vec<Extent>> {
         /// Chunks looked at for one answer.
         const PARTS_MAX: usize = 256;
         Box::pin(async move {
             let mut extents = Vec::new();
             for part in self.parts(at, len).take(PARTS_MAX) {
-                let found = self.members[part.member].extents(part.at, part.len).await?;
+                let found = self.members[part.member].extents(part.at, part.len, most).await?;
                 let covered: u64 = found.iter().map(|e| e.len).sum();
-                extents.extend(found);
-                if covered < part.len {
+                found.into_iter().for_each(|extent| append(&mut extents, extent));
+                // One more: then the last of them is complete.
+                if covered < part.len || extents.len() > most.min(EXTENTS_MAX) {
                     break;
                 }
             }

@@ -7,7 +7,7 @@
 
 use super::handshake::{Agreement, CONTEXT_ID};
 use super::wire::{self, ChunkType, Command, CommandFlags, Form, PAYLOAD_MAX, Request, error};
-use crate::backend::{Backend, Extent, Zero};
+use crate::backend::{Backend, EXTENTS_MAX, Extent, Zero};
 use crate::chunk_ranges::chunk_ranges;
 use crate::served::{Change, Changer};
 use futures_util::stream::{self, StreamExt};
@@ -18,7 +18,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use thruway_engine::{Segment, reactor};
 use thruway_server::buffers::SMALL;
-use thruway_server::{Body, Buffers, Message, Peer, Reader, SendQueue, Writer, panics};
+use thruway_server::{Body, Buffers, Message, Peer, Reader, SendQueue, Writer, caller, panics};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 
 /// Requests of a connection in progress at a time; then it is not read from.
@@ -138,7 +138,7 @@ impl Connection {
             // No other request has a payload that is understood.
             reader.skip(payload).await?;
             let connection = Rc::clone(self);
-            reactor::start(async move {
+            reactor::start(caller::inherited(async move {
                 let _answered = Answered { connection: Rc::clone(&connection), request };
                 match connection.check(&request, extended) {
                     Ok(()) if payload > 0 => connection.fail(&request, error::EINVAL, "unexpected payload"),
@@ -149,7 +149,7 @@ impl Connection {
                     Err((code, why)) => connection.fail(&request, code, why),
                 }
                 drop(turn);
-            });
+            }));
         }
     }
 
@@ -425,7 +425,7 @@ impl Connection {
         let mut stretches = Vec::new();
         let mut position = at;
         if len >= SPARSE_MIN {
-            for extent in self.backend().extents(at, len).await? {
+            for extent in self.backend().extents(at, len, EXTENTS_MAX).await? {
                 let extent_len = extent.len.min(at + len - position);
                 stretches.push((position, extent_len, extent.zero));
                 position += extent_len;
@@ -480,15 +480,14 @@ impl Connection {
 
     async fn block_status(self: Rc<Self>, request: Request) {
         let form = self.agreement.form;
-        let found = match self.backend().extents(request.offset, request.len).await {
+        let most = if request.flags.contains(CommandFlags::REQ_ONE) { 1 } else { EXTENTS_MAX };
+        let found = match self.backend().extents(request.offset, request.len, most).await {
             Ok(found) if !found.is_empty() => found,
             Ok(_) => return self.fail(&request, error::EIO, "the storage reported no extents"),
             Err(e) => return self.fail(&request, error::of(&e), &e.to_string()),
         };
         let mut extents = limit_extents(found, form, request.len);
-        if request.flags.contains(CommandFlags::REQ_ONE) {
-            extents.truncate(1);
-        }
+        extents.truncate(most);
         let flags = |e: &Extent| u32::from(e.hole) | u32::from(e.zero) << 1;
         let mut body = CONTEXT_ID.to_be_bytes().to_vec();
         let kind = if form == Form::Extended {

@@ -398,15 +398,22 @@ fn unmap_ranges(list: &[u8], blocks: u64) -> Result<Vec<(u64, u64)>, Sense> {
 }
 
 /// GET LBA STATUS.
-pub(super) async fn lba_status(unit: &Unit, cdb: &[u8; 16]) -> Outcome {
+pub(super) async fn lba_status(unit: &Unit, cdb: &[u8; 16], transfer: &dyn Transfer) -> Outcome {
+    const DESCRIPTOR_LEN: usize = 16;
     let (lba, allocated) = (be64(cdb, 2), be32(cdb, 10) as usize);
     let (block, blocks) = (u64::from(unit.block_len), unit.blocks());
     if lba >= blocks {
         return Sense::OUT_OF_RANGE.into();
     }
-    let extents = match unit.export.backend.extents(lba * block, (blocks - lba) * block).await {
-        Ok(extents) => extents,
-        Err(e) => return read_error(e).into(),
+    // As many as the initiator has room for, and one for a hole that is shorter than a block.
+    let most = allocated / DESCRIPTOR_LEN + 1;
+    let extents = tokio::select! {
+        biased;
+        found = unit.export.backend.extents(lba * block, (blocks - lba) * block, most) => match found {
+            Ok(extents) => extents,
+            Err(e) => return read_error(e).into(),
+        },
+        () = transfer.aborted() => return Sense::DATA_PHASE.into(),
     };
     let mut list = Vec::new();
     let mut tell = |from: u64, to: u64, hole: bool| {

@@ -304,7 +304,7 @@ impl Unit {
         }
         match cdb[0] {
             0x42 => media::unmap(self, cdb, transfer).await,
-            0x9e => self.service_action_in(cdb).await,
+            0x9e => self.service_action_in(cdb, transfer).await,
             0x15 | 0x55 => match media::parameters(transfer, mode::list_len(cdb)).await {
                 Ok(list) => mode::select(self, nexus, cdb, &list),
                 Err(sense) => sense.into(),
@@ -350,10 +350,10 @@ impl Unit {
         }
     }
 
-    async fn service_action_in(&self, cdb: &[u8; 16]) -> Outcome {
+    async fn service_action_in(&self, cdb: &[u8; 16], transfer: &dyn Transfer) -> Outcome {
         match cdb[1] & 0x1f {
             0x10 => self.read_capacity_16(cdb),
-            0x12 => media::lba_status(self, cdb).await,
+            0x12 => media::lba_status(self, cdb, transfer).await,
             _ => Sense::invalid_field(1).into(),
         }
     }

@@ -118,6 +118,22 @@ impl Initiator {
         self.send(cdb, &[0; 512])
     }
 
+    /// GET LBA STATUS from the first block on, with room for so many descriptors; how many there are in the answer.
+    #[allow(dead_code)]
+    pub(crate) fn lba_status(&mut self, room: u32) -> io::Result<u32> {
+        self.tag += 1;
+        let (mut header, len) = ([0; 48], (8 + 16 * room).to_be_bytes());
+        (header[0], header[1]) = (0x41, 0xc0);
+        header[16..20].copy_from_slice(&self.tag.to_be_bytes());
+        header[20..24].copy_from_slice(&len);
+        (header[32], header[33]) = (0x9e, 0x12);
+        header[42..46].copy_from_slice(&len);
+        self.stream.write_all(&header)?;
+        let (answer, data) = self.receive()?;
+        assert_eq!((answer[0], answer[3]), (0x25, 0), "data with the status of success");
+        Ok((data.len() as u32 - 8) / 16)
+    }
+
     /// LOGICAL UNIT RESET; what comes of it.
     pub(crate) fn reset(&mut self) -> io::Result<u8> {
         self.manage(5)

@@ -211,7 +211,7 @@ impl Backend for Disk {
         self.zero(at, len, Zero::empty())
     }
 
-    fn extents(&self, _at: u64, len: u64) -> Op<'_, Vec<Extent>> {
+    fn extents(&self, _at: u64, len: u64, _most: usize) -> Op<'_, Vec<Extent>> {
         Box::pin(std::future::ready(Ok(vec![Extent { len, hole: false, zero: false }])))
     }
 }
