@@ -314,7 +314,7 @@ impl State {
         self.origin_has_lost(&client);
         self.remove_all(client.held.into_iter().collect());
         if let Some(numbering) = &client.numbering {
-            self.forget_numbering(numbering);
+            self.forget_owners(client.origin, &numbering.owners);
         }
         self.forget_waits(id, client.waits);
         self.end_offloads_of(id);
@@ -599,6 +599,9 @@ impl State {
                 client.held.remove(&number);
             }
             self.remove_weight(held.client(), held.weight());
+            if let Some((role, owner)) = held.owner() {
+                self.note_removed(held.client(), role, owner, number);
+            }
             of_files.entry(held.file().clone()).or_default().note(number, &held);
             match held {
                 Held::Open(open) => {

@@ -422,6 +422,7 @@ impl State {
             }
             self.clients.get_mut(&client).expect("it has just been there").held.insert(number);
             self.add_weight(client, weight);
+            self.note_held(client, Role::Opens, how.owner, number);
             return Ok((self.stateid_of(number, 1), None));
         };
         // It was open before.
@@ -702,6 +703,7 @@ impl State {
         }
         known.held.insert(number);
         self.add_weight(client, weight);
+        self.note_held(client, Role::Locks, &owner, number);
         let state = self.files.entry(file.clone()).or_default();
         state.holders.insert((client, owner.clone()), number);
         state.monitored += usize::from(open.is_none());

@@ -13,6 +13,7 @@ mod monitored;
 mod numbered;
 mod offloads;
 mod opens;
+mod owners;
 mod quotas;
 mod ranges;
 mod waiting;
@@ -29,6 +30,7 @@ use self::clients::{Among, Client, Grace};
 use self::delegations::RecentRecalls;
 use self::files::{FileState, Held};
 use self::offloads::Offload;
+use self::owners::IdleOwners;
 use self::quotas::{OpenFiles, RecallDelays, Usage};
 use crate::file_system::OpenGuard;
 use crate::v4::callback::Notice;
@@ -194,8 +196,8 @@ pub(crate) struct State {
     records_for_all: u64,
     /// Owners whose operations are counted, of all clients.
     numbered: usize,
-    /// When those who have nothing were looked for among all of them.
-    swept: u64,
+    /// Those that hold nothing.
+    idle_owners: IdleOwners,
     /// The last file that an owner of version 4.0 has closed, and whose it was: a repeated CLOSE is still about it.
     closed: HashMap<u64, (u64, Owner)>,
     /// Clients of version 4.0 whose leases have expired, the last of them.
@@ -243,7 +245,7 @@ impl State {
             records: 0,
             records_for_all: 0,
             numbered: 0,
-            swept: 0,
+            idle_owners: IdleOwners::default(),
             closed: HashMap::new(),
             expired: VecDeque::new(),
             expired_state: HashSet::new(),

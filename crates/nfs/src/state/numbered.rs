@@ -3,9 +3,9 @@
 
 use super::clients::{Client, ClientName, Maker, Principal};
 use super::files::{Held, Owner};
-use super::{EXPIRED_MAX, EXPIRED_STATE_MAX, OWNERS_MAX, OWNERS_TOTAL_MAX, Refused, State, Stateid};
+use super::owners::Owners;
+use super::{EXPIRED_MAX, EXPIRED_STATE_MAX, Refused, State, Stateid};
 use crate::v4::status::Status;
-use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 /// What an owner does.
@@ -22,30 +22,14 @@ pub(super) struct Numbering {
     /// What it says to confirm that it is there; and to confirm that it is to be called elsewhere, if it has said so.
     confirmation: [u8; 8],
     next_confirmation: Option<[u8; 8]>,
-    owners: HashMap<(Role, Owner), Arc<NumberedOwner>>,
-    /// The number of the last file that each owner has closed ([`State::closed`]).
-    last_closed: HashMap<Owner, u64>,
+    pub owners: Owners,
 }
 
 impl Default for Numbering {
     fn default() -> Numbering {
-        Numbering {
-            confirmation: thruway_engine::random::random(),
-            next_confirmation: None,
-            owners: HashMap::new(),
-            last_closed: HashMap::new(),
-        }
+        Numbering { confirmation: thruway_engine::random::random(), next_confirmation: None, owners: Owners::default() }
     }
 }
-
-impl Numbering {
-    pub(super) fn len(&self) -> usize {
-        self.owners.len()
-    }
-}
-
-/// After so many milliseconds, those who have nothing are looked for among the owners of all clients again.
-pub(super) const SWEEP_MS: u64 = 1000;
 
 /// An owner, one of whose operations is done at a time.
 pub(crate) type NumberedOwner = tokio::sync::Mutex<Numbers>;
@@ -195,11 +179,10 @@ impl State {
         Ok(())
     }
 
-    fn numbering(&mut self, id: u64) -> Result<(&mut Client, &mut usize), Status> {
-        let State { clients, expired, numbered, .. } = self;
-        let client = clients.get_mut(&id).filter(|client| client.is_confirmed && client.numbering.is_some());
-        let unknown = || if expired.contains(&id) { Status::EXPIRED } else { Status::STALE_CLIENTID };
-        Ok((client.ok_or_else(unknown)?, numbered))
+    fn confirmed_without_session(&self, id: u64) -> Result<&Client, Status> {
+        let client = self.clients.get(&id).filter(|client| client.is_confirmed && client.numbering.is_some());
+        let unknown = || if self.expired.contains(&id) { Status::EXPIRED } else { Status::STALE_CLIENTID };
+        client.ok_or_else(unknown)
     }
 
     /// Remembers an expired client of version 4.0: later calls with its id or its stateids fail with `NFS4ERR_EXPIRED`.
@@ -217,26 +200,16 @@ impl State {
         self.expired_state.extend(held);
     }
 
-    /// What a client had of it that is removed.
-    pub(super) fn forget_numbering(&mut self, numbering: &Numbering) {
-        self.numbered -= numbering.len();
-        numbering.last_closed.values().for_each(|number| drop(self.closed.remove(number)));
-    }
-
     /// An owner has closed a file.
     pub(super) fn note_closed(&mut self, client: u64, owner: Owner, number: u64) {
-        let Some(numbering) = self.clients.get_mut(&client).and_then(|client| client.numbering.as_mut()) else {
-            return;
-        };
-        if let Some(before) = numbering.last_closed.insert(owner.clone(), number) {
-            self.closed.remove(&before);
-        }
+        let Some(before) = self.set_last_closed(client, &owner, number) else { return };
+        before.map(|before| self.closed.remove(&before));
         self.closed.insert(number, (client, owner));
     }
 
     /// RENEW, and all that says the client's id: that is this one if it is a client of version 4.0.
     pub(crate) fn heard_of(&mut self, now: u64, id: u64) -> Result<u64, Status> {
-        self.numbering(id)?.0.lease.renew(now);
+        self.confirmed_without_session(id)?.lease.renew(now);
         Ok(id)
     }
 
@@ -253,38 +226,15 @@ impl State {
     }
 
     /// An owner of a client, who may be new.
-    pub(crate) fn numbered(
-        &mut self,
-        now: u64,
-        client: u64,
-        role: Role,
-        owner: &[u8],
-    ) -> Result<Arc<NumberedOwner>, Status> {
-        let (known, total) = self.numbering(client)?;
-        let Some(numbering) = &mut known.numbering else { unreachable!("a client of version 4.0") };
-        let key = (role, Owner::from(owner));
-        if let Some(owner) = numbering.owners.get(&key) {
-            return Ok(Arc::clone(owner));
+    pub(crate) fn numbered(&mut self, client: u64, role: Role, owner: &[u8]) -> Result<Arc<NumberedOwner>, Status> {
+        self.confirmed_without_session(client)?;
+        if let Some(known) = self.find_owner(client, role, owner) {
+            return Ok(known);
         }
-        let (is_full, all_are) = (numbering.len() >= OWNERS_MAX, *total >= OWNERS_TOTAL_MAX);
-        if is_full {
-            self.forget_idle_owners(client);
-        }
-        // Now and then, because it takes time.
-        if all_are && now.saturating_sub(self.swept) >= SWEEP_MS {
-            self.swept = now;
-            let all: Vec<u64> = self.clients.keys().copied().collect();
-            all.into_iter().for_each(|id| self.forget_idle_owners(id));
-        }
-        let (known, total) = self.numbering(client)?;
-        let Some(numbering) = &mut known.numbering else { unreachable!("a client of version 4.0") };
-        if numbering.len() >= OWNERS_MAX || *total >= OWNERS_TOTAL_MAX {
+        if !self.make_room_for_owner(client) {
             return Err(Status::RESOURCE);
         }
-        *total += 1;
-        let owner = Arc::default();
-        numbering.owners.insert(key, Arc::clone(&owner));
-        Ok(owner)
+        Ok(self.add_owner(client, role, owner))
     }
 
     /// The owner of what is open or locked.
@@ -297,26 +247,7 @@ impl State {
             return Err(Status::BAD_STATEID);
         }
         let owner = owner.clone();
-        self.numbered(now, client, role, &owner)
-    }
-
-    /// Forgets owners who have nothing and do nothing: they are new when they come again.
-    fn forget_idle_owners(&mut self, id: u64) {
-        let Some(client) = self.clients.get_mut(&id) else { return };
-        let busy: HashSet<(Role, &Owner)> =
-            client.held.iter().filter_map(|number| self.held.get(number)).filter_map(Held::owner).collect();
-        let Some(numbering) = &mut client.numbering else { return };
-        let before = numbering.len();
-        numbering.owners.retain(|(role, owner), known| Arc::strong_count(known) > 1 || busy.contains(&(*role, owner)));
-        self.numbered -= before - numbering.len();
-        let Numbering { owners, last_closed, .. } = numbering;
-        last_closed.retain(|owner, number| {
-            let stays = owners.contains_key(&(Role::Opens, owner.clone()));
-            if !stays {
-                self.closed.remove(number);
-            }
-            stays
-        });
+        self.numbered(client, role, &owner)
     }
 
     /// Closes what an owner has opened who has not confirmed that it is there.
@@ -342,12 +273,7 @@ impl State {
             holders.push(*number);
         }
         holders.into_iter().for_each(|number| self.remove_held(number));
-        let (known, total) = self.numbering(client)?;
-        if let Some(numbering) = &mut known.numbering
-            && numbering.owners.remove(&(Role::Locks, Owner::from(owner))).is_some()
-        {
-            *total -= 1;
-        }
+        self.forget_owner(client, Role::Locks, owner);
         Ok(())
     }
 }

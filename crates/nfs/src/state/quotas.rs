@@ -126,6 +126,7 @@ impl RecallDelays {
 impl State {
     /// Asserts that the counters match a full scan.
     pub(super) fn check_counts(&self) {
+        self.check_owners();
         use super::files::Held;
         for (file, state) in &self.files {
             let of_file: Vec<&Held> = self.held.values().filter(|held| held.file() == file).collect();

@@ -1,4 +1,3 @@
-use super::numbered::SWEEP_MS;
 use super::*;
 use crate::file_system::FileId;
 use crate::v4::session::ChannelLimits;
@@ -459,9 +458,9 @@ fn clients_without_sessions_reclaim_what_they_had() {
 fn owners_whose_operations_are_numbered() {
     let mut state = State::new(7, LEASE, Records::new());
     let (id, confirmation) = state.set_client(0, b"c", [1; 8], user(None)).unwrap();
-    assert!(state.numbered(0, id, Role::Opens, b"o").is_err(), "the client has not been confirmed");
+    assert!(state.numbered(id, Role::Opens, b"o").is_err(), "the client has not been confirmed");
     state.confirm_client(0, id, confirmation, user(None)).unwrap();
-    let owner = state.numbered(0, id, Role::Opens, b"o").unwrap();
+    let owner = state.numbered(id, Role::Opens, b"o").unwrap();
     let mut numbers = owner.try_lock().unwrap();
     assert_eq!(numbers.turn(5, 1), Ok(Turn::New), "any begins");
     let reply = |status| Reply { operation: 1, status, body: Box::from(&b"body"[..]), handle: None };
@@ -493,10 +492,10 @@ fn owners_whose_operations_are_numbered() {
     assert_eq!(state.held.len(), 1);
     // Owners who have nothing give way to those who come.
     for n in 0..2 * OWNERS_MAX {
-        state.numbered(0, id, Role::Opens, &n.to_be_bytes()).unwrap();
+        state.numbered(id, Role::Opens, &n.to_be_bytes()).unwrap();
     }
     assert!(state.numbered <= OWNERS_MAX);
-    assert!(Arc::ptr_eq(&owner, &state.numbered(0, id, Role::Opens, b"o").unwrap()), "one who has something stays");
+    assert!(Arc::ptr_eq(&owner, &state.numbered(id, Role::Opens, b"o").unwrap()), "one who has something stays");
     let held = lock_as(&mut state, id, confirmed, "l");
     assert_eq!(state.release_locks_of(id, b"l"), Err(Status::LOCKS_HELD));
     state.unlock(id, held, &file(1), range(0, 10)).unwrap();
@@ -513,13 +512,71 @@ fn owners_whose_operations_are_numbered() {
         let (other, confirmation) = state.set_client(0, &n.to_be_bytes(), [1; 8], user(None)).unwrap();
         state.confirm_client(0, other, confirmation, user(None)).unwrap();
         for owner in 0..OWNERS_MAX {
-            let now = SWEEP_MS * (n * OWNERS_MAX + owner) as u64;
-            state.numbered(now, other, Role::Opens, &owner.to_be_bytes()).unwrap();
+            state.numbered(other, Role::Opens, &owner.to_be_bytes()).unwrap();
         }
     }
     assert!(state.numbered <= OWNERS_TOTAL_MAX);
+    state.check_owners();
     state.clients.keys().copied().collect::<Vec<_>>().into_iter().for_each(|id| state.remove_client(id));
     assert_eq!((state.numbered, state.held.len(), state.files.len(), state.closed.len()), (0, 0, 0, 0));
+}
+
+/// A confirmed client of version 4.0.
+fn client40(state: &mut State, name: &str, maker: Maker) -> u64 {
+    let (id, confirmation) = state.set_client(0, name.as_bytes(), [1; 8], maker).unwrap();
+    state.confirm_client(0, id, confirmation, maker.principal).unwrap();
+    state.may_begin(0, id).unwrap();
+    id
+}
+
+/// An owner of version 4.0 opens a file.
+fn open40(state: &mut State, client: u64, owner: &str, of: u8) -> Result<Stateid, Status> {
+    drop(state.numbered(client, Role::Opens, owner.as_bytes())?);
+    Ok(open(state, 0, client, owner, of, (READ | WRITE, 0)).unwrap())
+}
+
+#[test]
+fn a_client_whose_owners_are_all_busy_makes_no_work() {
+    let mut state = State::new(7, LEASE, Records::new());
+    let id = client40(&mut state, "c", user(None).into());
+    for n in 0..OWNERS_MAX {
+        open40(&mut state, id, &n.to_string(), 1).unwrap();
+    }
+    for n in 0..1000_u32 {
+        assert_eq!(state.numbered(id, Role::Opens, &n.to_be_bytes()).err(), Some(Status::RESOURCE));
+    }
+    assert_eq!(state.idle_owners.looked_at, 0);
+    // One that closes its file makes room for one other.
+    let first = state.files[&file(1)].opens().find(id, b"7").unwrap();
+    state.close(id, state.stateid_of(first, 1), &file(1)).unwrap();
+    let in_use = state.numbered(id, Role::Locks, b"new").unwrap();
+    assert_eq!((state.idle_owners.looked_at, state.closed.len()), (1, 0));
+    // Not while it has an operation in progress.
+    assert_eq!(state.numbered(id, Role::Opens, b"newer").err(), Some(Status::RESOURCE));
+    drop(in_use);
+    state.check_owners();
+    assert!(state.numbered(id, Role::Opens, b"newer").is_ok());
+    assert_eq!(state.numbered, OWNERS_MAX);
+    state.check_owners();
+}
+
+#[test]
+fn the_longest_idle_owner_goes_first() {
+    let mut state = State::new(7, LEASE, Records::new());
+    let id = client40(&mut state, "c", user(None).into());
+    let first: Vec<_> = (0..4_u32).map(|n| state.numbered(id, Role::Opens, &n.to_be_bytes()).unwrap()).collect();
+    let in_use = Arc::clone(&first[1]);
+    let first: Vec<_> = first.into_iter().map(|numbers| Arc::downgrade(&numbers)).collect();
+    (4..OWNERS_MAX as u32).for_each(|n| drop(state.numbered(id, Role::Opens, &n.to_be_bytes()).unwrap()));
+    // The first one comes again, and the second one still does something.
+    drop(state.numbered(id, Role::Opens, &0_u32.to_be_bytes()).unwrap());
+    state.numbered(id, Role::Opens, b"a").unwrap();
+    state.numbered(id, Role::Opens, b"b").unwrap();
+    let is_known: Vec<bool> = first.iter().map(|numbers| numbers.strong_count() > 0).collect();
+    assert_eq!(is_known, [true, true, false, false]);
+    assert_eq!(state.idle_owners.looked_at, 3);
+    drop(in_use);
+    state.check_owners();
 }
 
 #[test]

@@ -110,7 +110,7 @@ impl<'a> Compound<'a> {
         let owner = self.server.state(|state, now| match whose {
             Numbered::Opener(client, owner) => {
                 let client = state.heard_of(now, client)?;
-                state.numbered(now, client, Role::Opens, owner)
+                state.numbered(client, Role::Opens, owner)
             }
             Numbered::Open(stateid) => state.numbered_by(now, stateid, Role::Opens),
             Numbered::Locks(stateid) => state.numbered_by(now, stateid, Role::Locks),

@@ -461,7 +461,7 @@ impl<'a> Compound<'a> {
         // The numbers of an owner of locks begin with its first, or go on where it has some in another file.
         let numbered = match &locker {
             Locker::New(_, owner) if self.minor == 0 => {
-                Some(self.server.state(|state, now| state.numbered(now, client, Role::Locks, owner))?)
+                Some(self.server.state(|state, _| state.numbered(client, Role::Locks, owner))?)
             }
             _ => None,
         };

@@ -1,0 +1,286 @@
+//! Owners of version 4.0 whose operations are counted. Owners that hold nothing are idle: the longest idle ones are forgotten when
+//! there are too many, without a search.
+
+use super::numbered::{NumberedOwner, Role};
+use super::{OWNERS_MAX, OWNERS_TOTAL_MAX, State};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::sync::Arc;
+use thruway_tcp::Origin;
+
+/// Most idle owners that are tried for one that is to be forgotten. Those with an operation in progress stay.
+const TRIES_MAX: usize = 8;
+
+/// An owner of a client.
+#[derive(Default)]
+struct Known {
+    numbers: Arc<NumberedOwner>,
+    /// Numbers of its opens, or of its lock owners by file.
+    held: HashSet<u64>,
+    /// Number of the last file that it has closed ([`State::closed`]).
+    last_closed: Option<u64>,
+    /// Key in [`Owners::idle`] and [`IdleOwners`], while `held` is empty.
+    idle: Option<u64>,
+}
+
+impl Known {
+    /// True if an operation of this owner is in progress.
+    fn is_in_use(&self) -> bool {
+        Arc::strong_count(&self.numbers) > 1
+    }
+}
+
+/// Owners of one client, by role and name.
+#[derive(Default)]
+pub(super) struct Owners {
+    opens: HashMap<Arc<[u8]>, Known>,
+    locks: HashMap<Arc<[u8]>, Known>,
+    /// Idle owners, the longest idle one first.
+    idle: BTreeMap<u64, (Role, Arc<[u8]>)>,
+}
+
+impl Owners {
+    pub(super) fn len(&self) -> usize {
+        self.opens.len() + self.locks.len()
+    }
+
+    fn with_role(&self, role: Role) -> &HashMap<Arc<[u8]>, Known> {
+        match role {
+            Role::Opens => &self.opens,
+            Role::Locks => &self.locks,
+        }
+    }
+
+    fn with_role_mut(&mut self, role: Role) -> &mut HashMap<Arc<[u8]>, Known> {
+        match role {
+            Role::Opens => &mut self.opens,
+            Role::Locks => &mut self.locks,
+        }
+    }
+
+    /// Numbers of the last files that owners have closed.
+    pub(super) fn last_closed(&self) -> impl Iterator<Item = u64> {
+        self.opens.values().filter_map(|known| known.last_closed)
+    }
+}
+
+/// Idle owners of all clients.
+#[derive(Default)]
+pub(super) struct IdleOwners {
+    /// Key of the next owner that becomes idle.
+    next: u64,
+    /// Clients of idle owners, by host of the client and by key.
+    of_host: HashMap<Origin, BTreeMap<u64, u64>>,
+    /// Hosts by number of idle owners.
+    by_count: BTreeSet<(usize, Origin)>,
+    /// Idle owners that were looked at so far.
+    #[cfg(test)]
+    pub looked_at: usize,
+}
+
+impl IdleOwners {
+    /// Adds an idle owner of a client. Returns its key.
+    fn add(&mut self, origin: Origin, client: u64) -> u64 {
+        let key = self.next;
+        self.next += 1;
+        self.change(origin, |clients| clients.insert(key, client));
+        key
+    }
+
+    fn remove(&mut self, origin: Origin, key: u64) {
+        self.change(origin, |clients| clients.remove(&key));
+    }
+
+    fn change(&mut self, origin: Origin, change: impl FnOnce(&mut BTreeMap<u64, u64>) -> Option<u64>) {
+        let clients = self.of_host.entry(origin).or_default();
+        let before = clients.len();
+        change(clients);
+        let after = clients.len();
+        if after == before {
+            return;
+        }
+        self.by_count.remove(&(before, origin));
+        if after == 0 {
+            self.of_host.remove(&origin);
+        } else {
+            self.by_count.insert((after, origin));
+        }
+    }
+
+    /// Key and client of the longest idle owner of a host.
+    fn first_of(&self, origin: Origin) -> Option<(u64, u64)> {
+        self.of_host.get(&origin)?.first_key_value().map(|(key, client)| (*key, *client))
+    }
+
+    /// Host with the most idle owners.
+    fn most(&self) -> Option<Origin> {
+        self.by_count.last().map(|(_, origin)| *origin)
+    }
+
+    #[cfg(test)]
+    pub(super) fn len(&self) -> usize {
+        self.of_host.values().map(BTreeMap::len).sum()
+    }
+}
+
+impl State {
+    fn owners(&mut self, client: u64) -> Option<(Origin, &mut Owners, &mut IdleOwners)> {
+        let client = self.clients.get_mut(&client)?;
+        Some((client.origin, &mut client.numbering.as_mut()?.owners, &mut self.idle_owners))
+    }
+
+    /// Finds an owner, which becomes the last of the idle ones if it is idle.
+    pub(super) fn find_owner(&mut self, client: u64, role: Role, owner: &[u8]) -> Option<Arc<NumberedOwner>> {
+        let numbers = Arc::clone(&self.owners(client)?.1.with_role(role).get(owner)?.numbers);
+        self.note_idle(client, role, owner);
+        Some(numbers)
+    }
+
+    /// Adds an owner. The limits are checked by [`State::make_room_for_owner`].
+    pub(super) fn add_owner(&mut self, client: u64, role: Role, owner: &[u8]) -> Arc<NumberedOwner> {
+        let Some((_, owners, _)) = self.owners(client) else { return Arc::default() };
+        let (numbers, before) = (Arc::default(), owners.len());
+        let known = Known { numbers: Arc::clone(&numbers), ..Known::default() };
+        owners.with_role_mut(role).insert(owner.into(), known);
+        self.numbered += owners.len() - before;
+        self.note_idle(client, role, owner);
+        numbers
+    }
+
+    /// Updates the indexes of idle owners after an owner was used or what it holds has changed.
+    fn note_idle(&mut self, client: u64, role: Role, owner: &[u8]) {
+        let Some((origin, owners, idle_owners)) = self.owners(client) else { return };
+        let all = match role {
+            Role::Opens => &mut owners.opens,
+            Role::Locks => &mut owners.locks,
+        };
+        let Some((name, _)) = all.get_key_value(owner) else { return };
+        let name = Arc::clone(name);
+        let Some(known) = all.get_mut(owner) else { return };
+        if let Some(key) = known.idle.take() {
+            owners.idle.remove(&key);
+            idle_owners.remove(origin, key);
+        }
+        if known.held.is_empty() {
+            let key = idle_owners.add(origin, client);
+            known.idle = Some(key);
+            owners.idle.insert(key, (role, name));
+        }
+    }
+
+    /// An owner of a client has an open, or locks in a file, from now on. Other clients than those of version 4.0 are not counted.
+    pub(super) fn note_held(&mut self, client: u64, role: Role, owner: &[u8], number: u64) {
+        let Some((_, owners, _)) = self.owners(client) else { return };
+        if !owners.with_role(role).contains_key(owner) {
+            self.add_owner(client, role, owner);
+        }
+        self.change_owner(client, role, owner, |known| known.held.insert(number));
+    }
+
+    /// An owner of a client has this no longer.
+    pub(super) fn note_removed(&mut self, client: u64, role: Role, owner: &[u8], number: u64) {
+        self.change_owner(client, role, owner, |known| known.held.remove(&number));
+    }
+
+    fn change_owner(&mut self, client: u64, role: Role, owner: &[u8], change: impl FnOnce(&mut Known) -> bool) {
+        let Some((_, owners, _)) = self.owners(client) else { return };
+        let Some(known) = owners.with_role_mut(role).get_mut(owner) else { return };
+        let was_idle = known.held.is_empty();
+        change(known);
+        if known.held.is_empty() != was_idle {
+            self.note_idle(client, role, owner);
+        }
+    }
+
+    /// An owner has closed a file. Returns the number of the file that it had closed before; `None` if the owner is not known.
+    pub(super) fn set_last_closed(&mut self, client: u64, owner: &[u8], number: u64) -> Option<Option<u64>> {
+        let known = self.owners(client)?.1.opens.get_mut(owner)?;
+        Some(known.last_closed.replace(number))
+    }
+
+    /// Forgets an owner: it is new when it comes again.
+    pub(super) fn forget_owner(&mut self, client: u64, role: Role, owner: &[u8]) {
+        let Some((origin, owners, idle_owners)) = self.owners(client) else { return };
+        let Some(known) = owners.with_role_mut(role).remove(owner) else { return };
+        if let Some(key) = known.idle {
+            owners.idle.remove(&key);
+            idle_owners.remove(origin, key);
+        }
+        self.numbered -= 1;
+        known.last_closed.map(|number| self.closed.remove(&number));
+    }
+
+    /// Subtracts the owners of a removed client.
+    pub(super) fn forget_owners(&mut self, origin: Origin, owners: &Owners) {
+        self.numbered -= owners.len();
+        owners.last_closed().for_each(|number| drop(self.closed.remove(&number)));
+        owners.idle.keys().for_each(|key| self.idle_owners.remove(origin, *key));
+    }
+
+    /// Makes room for another owner of a client; false if there is none.
+    pub(super) fn make_room_for_owner(&mut self, client: u64) -> bool {
+        let Some((origin, owners, _)) = self.owners(client) else { return false };
+        if owners.len() >= OWNERS_MAX {
+            return self.forget_idle(|state| {
+                let key = *state.owners(client)?.1.idle.first_key_value()?.0;
+                Some((key, client))
+            });
+        }
+        if self.numbered < OWNERS_TOTAL_MAX || self.forget_idle(|state| state.idle_owners.first_of(origin)) {
+            return true;
+        }
+        self.idle_owners.most().is_some_and(|other| self.forget_idle(|state| state.idle_owners.first_of(other)))
+    }
+
+    /// Forgets the first of these idle owners that has no operation in progress. False if none of the first [`TRIES_MAX`] is so.
+    fn forget_idle(&mut self, first: impl Fn(&mut State) -> Option<(u64, u64)>) -> bool {
+        for _ in 0..TRIES_MAX {
+            let Some((key, client)) = first(self) else { return false };
+            #[cfg(test)]
+            {
+                self.idle_owners.looked_at += 1;
+            }
+            let Some((_, owners, _)) = self.owners(client) else { return false };
+            let Some((role, name)) = owners.idle.get(&key).cloned() else { return false };
+            if owners.with_role(role).get(&name).is_some_and(Known::is_in_use) {
+                self.note_idle(client, role, &name);
+            } else {
+                self.forget_owner(client, role, &name);
+                return true;
+            }
+        }
+        false
+    }
+}
+
+#[cfg(test)]
+impl State {
+    /// Asserts that the indexes of owners match a full scan.
+    pub(super) fn check_owners(&self) {
+        let (mut all, mut idle) = (0, 0);
+        for (id, client) in &self.clients {
+            let Some(numbering) = &client.numbering else { continue };
+            let owners = &numbering.owners;
+            all += owners.len();
+            idle += owners.idle.len();
+            let mut held = HashSet::new();
+            for role in [Role::Opens, Role::Locks] {
+                for (name, known) in owners.with_role(role) {
+                    let of_owner = |number: &u64| {
+                        let is = self.held.get(number).and_then(super::files::Held::owner);
+                        is.is_some_and(|(is, owner)| is == role && **owner == **name)
+                    };
+                    let scanned: HashSet<u64> = client.held.iter().copied().filter(of_owner).collect();
+                    assert_eq!(known.held, scanned, "{id} {role:?}");
+                    held.extend(scanned);
+                    assert_eq!(known.idle.is_some(), known.held.is_empty());
+                    let by_key = known.idle.and_then(|key| owners.idle.get(&key));
+                    assert_eq!(by_key.is_some(), known.idle.is_some());
+                    assert!(by_key.is_none_or(|(is, owner)| *is == role && owner == name));
+                }
+            }
+            assert_eq!(held, client.held, "owners of all that is held");
+        }
+        assert_eq!((self.numbered, self.idle_owners.len()), (all, idle));
+        assert_eq!(self.idle_owners.by_count.iter().map(|(count, _)| count).sum::<usize>(), idle);
+    }
+}
