@@ -173,7 +173,7 @@ pub(crate) const RECENT_MS: u64 = 30_000;
 pub(crate) const RECENT_MAX: usize = 4096;
 /// Owners of a client of version 4.0 whose operations are counted.
 pub(crate) const OWNERS_MAX: usize = 4096;
-/// The same, of all clients.
+/// The same, of all clients. Quota of one host: eight times the remaining room.
 pub(crate) const OWNERS_TOTAL_MAX: usize = 64 << 10;
 
 /// The ids of clients of one name: confirmed, and not.

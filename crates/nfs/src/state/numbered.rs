@@ -226,28 +226,37 @@ impl State {
     }
 
     /// An owner of a client, who may be new.
-    pub(crate) fn numbered(&mut self, client: u64, role: Role, owner: &[u8]) -> Result<Arc<NumberedOwner>, Status> {
+    pub(crate) fn numbered(
+        &mut self,
+        now: u64,
+        client: u64,
+        role: Role,
+        owner: &[u8],
+    ) -> Result<Arc<NumberedOwner>, Refused> {
         self.confirmed_without_session(client)?;
         if let Some(known) = self.find_owner(client, role, owner) {
             return Ok(known);
         }
-        if !self.make_room_for_owner(client) {
-            return Err(Status::RESOURCE);
-        }
+        self.make_room_for_owner(now, client)?;
         Ok(self.add_owner(client, role, owner))
     }
 
     /// The owner of what is open or locked.
-    pub(crate) fn numbered_by(&mut self, now: u64, stateid: Stateid, role: Role) -> Result<Arc<NumberedOwner>, Status> {
+    pub(crate) fn numbered_by(
+        &mut self,
+        now: u64,
+        stateid: Stateid,
+        role: Role,
+    ) -> Result<Arc<NumberedOwner>, Refused> {
         let client = self.heard_of_by(now, stateid)?;
         let number = self.number_of(stateid).ok_or(Status::BAD_STATEID)?;
         let closed = self.closed.get(&number).map(|(_, owner)| (Role::Opens, owner));
         let (is, owner) = self.held.get(&number).and_then(Held::owner).or(closed).ok_or(Status::BAD_STATEID)?;
         if is != role {
-            return Err(Status::BAD_STATEID);
+            return Err(Status::BAD_STATEID.into());
         }
         let owner = owner.clone();
-        self.numbered(client, role, &owner)
+        self.numbered(now, client, role, &owner)
     }
 
     /// Closes what an owner has opened who has not confirmed that it is there.

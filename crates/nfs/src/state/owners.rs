@@ -1,8 +1,10 @@
 //! Owners of version 4.0 whose operations are counted. Owners that hold nothing are idle: the longest idle ones are forgotten when
 //! there are too many, without a search.
 
+use super::clients::Among;
 use super::numbered::{NumberedOwner, Role};
-use super::{OWNERS_MAX, OWNERS_TOTAL_MAX, State};
+use super::{OWNERS_MAX, Refused, State};
+use crate::v4::status::Status;
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
 use thruway_tcp::Origin;
@@ -111,9 +113,9 @@ impl IdleOwners {
         self.of_host.get(&origin)?.first_key_value().map(|(key, client)| (*key, *client))
     }
 
-    /// Host with the most idle owners.
-    fn most(&self) -> Option<Origin> {
-        self.by_count.last().map(|(_, origin)| *origin)
+    /// Host with the most idle owners, and their number.
+    fn most(&self) -> Option<(usize, Origin)> {
+        self.by_count.last().copied()
     }
 
     #[cfg(test)]
@@ -137,11 +139,12 @@ impl State {
 
     /// Adds an owner. The limits are checked by [`State::make_room_for_owner`].
     pub(super) fn add_owner(&mut self, client: u64, role: Role, owner: &[u8]) -> Arc<NumberedOwner> {
-        let Some((_, owners, _)) = self.owners(client) else { return Arc::default() };
-        let (numbers, before) = (Arc::default(), owners.len());
+        let Some((origin, owners, _)) = self.owners(client) else { return Arc::default() };
+        let numbers = Arc::default();
         let known = Known { numbers: Arc::clone(&numbers), ..Known::default() };
-        owners.with_role_mut(role).insert(owner.into(), known);
-        self.numbered += owners.len() - before;
+        if owners.with_role_mut(role).insert(owner.into(), known).is_none() {
+            self.count_owner(origin, true);
+        }
         self.note_idle(client, role, owner);
         numbers
     }
@@ -205,30 +208,41 @@ impl State {
             owners.idle.remove(&key);
             idle_owners.remove(origin, key);
         }
-        self.numbered -= 1;
+        self.count_owner(origin, false);
         known.last_closed.map(|number| self.closed.remove(&number));
     }
 
-    /// Subtracts the owners of a removed client.
+    /// Takes the owners of a removed client out of the indexes.
     pub(super) fn forget_owners(&mut self, origin: Origin, owners: &Owners) {
-        self.numbered -= owners.len();
         owners.last_closed().for_each(|number| drop(self.closed.remove(&number)));
         owners.idle.keys().for_each(|key| self.idle_owners.remove(origin, *key));
     }
 
-    /// Makes room for another owner of a client; false if there is none.
-    pub(super) fn make_room_for_owner(&mut self, client: u64) -> bool {
-        let Some((origin, owners, _)) = self.owners(client) else { return false };
+    /// Makes room for another owner of a client: checks the limit of the client and the quota of its host. In this order go: an idle
+    /// owner of the client or of its host; an idle owner of the host with most of them, if these are more than all of the client's
+    /// host.
+    pub(super) fn make_room_for_owner(&mut self, now: u64, client: u64) -> Result<(), Refused> {
+        let Some((origin, owners, _)) = self.owners(client) else { return Err(Status::STALE_CLIENTID.into()) };
         if owners.len() >= OWNERS_MAX {
-            return self.forget_idle(|state| {
+            let has_gone = self.forget_idle(|state| {
                 let key = *state.owners(client)?.1.idle.first_key_value()?.0;
                 Some((key, client))
             });
+            return if has_gone { Ok(()) } else { Err(Status::RESOURCE.into()) };
         }
-        if self.numbered < OWNERS_TOTAL_MAX || self.forget_idle(|state| state.idle_owners.first_of(origin)) {
-            return true;
+        if self.has_room_for_owner(origin) || self.forget_idle(|state| state.idle_owners.first_of(origin)) {
+            return Ok(());
         }
-        self.idle_owners.most().is_some_and(|other| self.forget_idle(|state| state.idle_owners.first_of(other)))
+        let theirs = self.owners_of(origin);
+        let other = self.idle_owners.most().filter(|(count, _)| *count > theirs);
+        if other.is_some_and(|(_, other)| self.forget_idle(|state| state.idle_owners.first_of(other))) {
+            return Ok(());
+        }
+        let among = if theirs > 0 { Among::ClientsOf(origin) } else { Among::Clients };
+        match self.full(now, among) {
+            Refused::Status(_) => Err(Status::RESOURCE.into()),
+            expired => Err(expired),
+        }
     }
 
     /// Forgets the first of these idle owners that has no operation in progress. False if none of the first [`TRIES_MAX`] is so.
@@ -262,25 +276,25 @@ impl State {
             let owners = &numbering.owners;
             all += owners.len();
             idle += owners.idle.len();
-            let mut held = HashSet::new();
+            let mut scanned: HashMap<(Role, &[u8]), HashSet<u64>> = HashMap::new();
+            for number in &client.held {
+                let owner = self.held.get(number).and_then(super::files::Held::owner);
+                let (role, name) = owner.expect("version 4.0 has no delegations");
+                scanned.entry((role, name)).or_default().insert(*number);
+            }
             for role in [Role::Opens, Role::Locks] {
                 for (name, known) in owners.with_role(role) {
-                    let of_owner = |number: &u64| {
-                        let is = self.held.get(number).and_then(super::files::Held::owner);
-                        is.is_some_and(|(is, owner)| is == role && **owner == **name)
-                    };
-                    let scanned: HashSet<u64> = client.held.iter().copied().filter(of_owner).collect();
-                    assert_eq!(known.held, scanned, "{id} {role:?}");
-                    held.extend(scanned);
+                    assert_eq!(known.held, scanned.remove(&(role, &**name)).unwrap_or_default(), "{id} {role:?}");
                     assert_eq!(known.idle.is_some(), known.held.is_empty());
                     let by_key = known.idle.and_then(|key| owners.idle.get(&key));
                     assert_eq!(by_key.is_some(), known.idle.is_some());
                     assert!(by_key.is_none_or(|(is, owner)| *is == role && owner == name));
                 }
             }
-            assert_eq!(held, client.held, "owners of all that is held");
+            assert!(scanned.is_empty(), "owners of all that is held");
         }
         assert_eq!((self.numbered, self.idle_owners.len()), (all, idle));
+        assert_eq!(self.origins.values().map(|usage| usage.owners).sum::<usize>(), all);
         assert_eq!(self.idle_owners.by_count.iter().map(|(count, _)| count).sum::<usize>(), idle);
     }
 }

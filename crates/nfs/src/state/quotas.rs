@@ -1,10 +1,11 @@
 //! Per-host quotas of server-wide resources, so that no single host can exhaust them.
 //!
-//! Resources: clients, sessions, kept replies, opens, lock owners, open files, and the time that others wait for recalled delegations.
+//! Resources: clients, sessions, kept replies, opens, lock owners, owners of version 4.0, open files, and the time that others wait for
+//! recalled delegations.
 
 use super::clients::{Among, Client, Kind};
 use super::{
-    CLIENTS_MAX, CLIENTS_OF_HOST_MAX, FILE_HELD_MAX, FileIdentity, HELD_TOTAL_MAX, KEPT_MAX, Refused,
+    CLIENTS_MAX, CLIENTS_OF_HOST_MAX, FILE_HELD_MAX, FileIdentity, HELD_TOTAL_MAX, KEPT_MAX, OWNERS_TOTAL_MAX, Refused,
     SESSIONS_TOTAL_MAX, State,
 };
 use crate::v4::status::Status;
@@ -21,6 +22,8 @@ pub(super) struct Usage {
     pub kept: u64,
     /// As [`State::weight`].
     pub weight: usize,
+    /// As [`State::numbered`].
+    pub owners: usize,
 }
 
 /// Counts by host. A host with a count of 0 takes no memory.
@@ -210,6 +213,24 @@ impl State {
         Ok(())
     }
 
+    /// True if the clients of a host may have another owner of version 4.0.
+    pub(super) fn has_room_for_owner(&self, origin: Origin) -> bool {
+        is_fair(self.owners_of(origin), OWNERS_TOTAL_MAX.saturating_sub(self.numbered))
+    }
+
+    /// Owners of version 4.0 of the clients of a host.
+    pub(super) fn owners_of(&self, origin: Origin) -> usize {
+        self.usage(origin).owners
+    }
+
+    /// Adds an owner of version 4.0 to the counts of a host (`is_there`), or removes it from them.
+    pub(super) fn count_owner(&mut self, origin: Origin, is_there: bool) {
+        let more = if is_there { 1 } else { -1 };
+        self.numbered = self.numbered.saturating_add_signed(more);
+        let usage = self.origins.entry(origin).or_default();
+        usage.owners = usage.owners.saturating_add_signed(more);
+    }
+
     /// Checks the quota of a host for locks of one file.
     pub(super) fn check_locks_in_file(&self, now: u64, origin: Origin, file: &FileIdentity) -> Result<(), Refused> {
         let is_free = self.files.get(file).is_none_or(|state| state.has_room_for_lock(origin));
@@ -272,12 +293,15 @@ impl State {
         self.origins.entry(origin).or_default().clients += 1;
     }
 
-    /// Subtracts a removed client and its weight. Its sessions were subtracted before.
+    /// Subtracts a removed client, its weight and its owners. Its sessions were subtracted before.
     pub(super) fn origin_has_lost(&mut self, client: &Client) {
+        let owners = client.numbering.as_ref().map_or(0, |numbering| numbering.owners.len());
         self.weight -= client.weight;
+        self.numbered -= owners;
         let Some(origin) = self.origins.get_mut(&client.origin) else { return };
         origin.clients -= 1;
         origin.weight -= client.weight;
+        origin.owners -= owners;
         if *origin == Usage::default() {
             self.origins.remove(&client.origin);
         }

@@ -458,9 +458,9 @@ fn clients_without_sessions_reclaim_what_they_had() {
 fn owners_whose_operations_are_numbered() {
     let mut state = State::new(7, LEASE, Records::new());
     let (id, confirmation) = state.set_client(0, b"c", [1; 8], user(None)).unwrap();
-    assert!(state.numbered(id, Role::Opens, b"o").is_err(), "the client has not been confirmed");
+    assert!(state.numbered(0, id, Role::Opens, b"o").is_err(), "the client has not been confirmed");
     state.confirm_client(0, id, confirmation, user(None)).unwrap();
-    let owner = state.numbered(id, Role::Opens, b"o").unwrap();
+    let owner = state.numbered(0, id, Role::Opens, b"o").unwrap();
     let mut numbers = owner.try_lock().unwrap();
     assert_eq!(numbers.turn(5, 1), Ok(Turn::New), "any begins");
     let reply = |status| Reply { operation: 1, status, body: Box::from(&b"body"[..]), handle: None };
@@ -492,10 +492,10 @@ fn owners_whose_operations_are_numbered() {
     assert_eq!(state.held.len(), 1);
     // Owners who have nothing give way to those who come.
     for n in 0..2 * OWNERS_MAX {
-        state.numbered(id, Role::Opens, &n.to_be_bytes()).unwrap();
+        state.numbered(0, id, Role::Opens, &n.to_be_bytes()).unwrap();
     }
     assert!(state.numbered <= OWNERS_MAX);
-    assert!(Arc::ptr_eq(&owner, &state.numbered(id, Role::Opens, b"o").unwrap()), "one who has something stays");
+    assert!(Arc::ptr_eq(&owner, &state.numbered(0, id, Role::Opens, b"o").unwrap()), "one who has something stays");
     let held = lock_as(&mut state, id, confirmed, "l");
     assert_eq!(state.release_locks_of(id, b"l"), Err(Status::LOCKS_HELD));
     state.unlock(id, held, &file(1), range(0, 10)).unwrap();
@@ -512,7 +512,7 @@ fn owners_whose_operations_are_numbered() {
         let (other, confirmation) = state.set_client(0, &n.to_be_bytes(), [1; 8], user(None)).unwrap();
         state.confirm_client(0, other, confirmation, user(None)).unwrap();
         for owner in 0..OWNERS_MAX {
-            state.numbered(other, Role::Opens, &owner.to_be_bytes()).unwrap();
+            state.numbered(0, other, Role::Opens, &owner.to_be_bytes()).unwrap();
         }
     }
     assert!(state.numbered <= OWNERS_TOTAL_MAX);
@@ -530,8 +530,8 @@ fn client40(state: &mut State, name: &str, maker: Maker) -> u64 {
 }
 
 /// An owner of version 4.0 opens a file.
-fn open40(state: &mut State, client: u64, owner: &str, of: u8) -> Result<Stateid, Status> {
-    drop(state.numbered(client, Role::Opens, owner.as_bytes())?);
+fn open40(state: &mut State, client: u64, owner: &str, of: u8) -> Result<Stateid, Refused> {
+    drop(state.numbered(0, client, Role::Opens, owner.as_bytes())?);
     Ok(open(state, 0, client, owner, of, (READ | WRITE, 0)).unwrap())
 }
 
@@ -543,20 +543,72 @@ fn a_client_whose_owners_are_all_busy_makes_no_work() {
         open40(&mut state, id, &n.to_string(), 1).unwrap();
     }
     for n in 0..1000_u32 {
-        assert_eq!(state.numbered(id, Role::Opens, &n.to_be_bytes()).err(), Some(Status::RESOURCE));
+        assert_eq!(state.numbered(0, id, Role::Opens, &n.to_be_bytes()).err(), Some(Refused::Status(Status::RESOURCE)));
     }
     assert_eq!(state.idle_owners.looked_at, 0);
     // One that closes its file makes room for one other.
     let first = state.files[&file(1)].opens().find(id, b"7").unwrap();
     state.close(id, state.stateid_of(first, 1), &file(1)).unwrap();
-    let in_use = state.numbered(id, Role::Locks, b"new").unwrap();
+    let in_use = state.numbered(0, id, Role::Locks, b"new").unwrap();
     assert_eq!((state.idle_owners.looked_at, state.closed.len()), (1, 0));
     // Not while it has an operation in progress.
-    assert_eq!(state.numbered(id, Role::Opens, b"newer").err(), Some(Status::RESOURCE));
+    assert_eq!(state.numbered(0, id, Role::Opens, b"newer").err(), Some(Refused::Status(Status::RESOURCE)));
     drop(in_use);
     state.check_owners();
-    assert!(state.numbered(id, Role::Opens, b"newer").is_ok());
+    assert!(state.numbered(0, id, Role::Opens, b"newer").is_ok());
     assert_eq!(state.numbered, OWNERS_MAX);
+    state.check_owners();
+}
+
+#[test]
+fn a_host_with_many_owners_keeps_no_other_out() {
+    let mut state = State::new(7, LEASE, Records::new());
+    let mut clients = 0;
+    // As many owners as the host may have, of as many clients as it takes.
+    let mut fill = |state: &mut State, address: &str, is_busy: bool| {
+        let mut all = Vec::new();
+        for number in (0..).map(|n| n / OWNERS_MAX) {
+            if number == all.len() {
+                clients += 1;
+                all.push(client40(state, &clients.to_string(), from(address)));
+            }
+            let (id, owner) = (all[number], state.owners_of(from(address).origin).to_string());
+            let added = if is_busy {
+                open40(state, id, &owner, clients as u8).map(drop)
+            } else if state.has_room_for_owner(from(address).origin) {
+                state.numbered(0, id, Role::Opens, owner.as_bytes()).map(drop)
+            } else {
+                break;
+            };
+            if added.is_err() {
+                assert_eq!(added, Err(Refused::Status(Status::RESOURCE)));
+                break;
+            }
+        }
+        (all, state.owners_of(from(address).origin))
+    };
+    let (first, second, third) = ("192.0.2.1", "198.51.100.7", "203.0.113.5");
+    let (of_first, count) = fill(&mut state, first, true);
+    assert_eq!(count, (OWNERS_TOTAL_MAX * 8).div_ceil(9));
+    let (_, idle) = fill(&mut state, second, false);
+    assert_eq!(idle, ((OWNERS_TOTAL_MAX - count) * 8).div_ceil(9));
+    // Idle owners of a host give way to those of another that has fewer, and to its own.
+    let (_, busy) = fill(&mut state, third, true);
+    let left = state.owners_of(from(second).origin);
+    assert!(busy > idle / 3 && left > idle / 3 && left < idle, "{busy} of {idle}, {left} left");
+    assert_eq!(state.owners_of(from(first).origin), count, "busy owners stay");
+    state.check_owners();
+    // Once the lease of a client of the host has expired, its owners give way.
+    let (expired, others) = of_first.split_at(3);
+    let is_other = |id: &&u64| !expired.contains(id);
+    state.clients.iter().filter(|(id, _)| is_other(id)).for_each(|(_, client)| client.lease.renew(LEASE + 1));
+    let mut given_up = 0;
+    while let Err(refused) = state.numbered(LEASE + 1, *others.last().unwrap(), Role::Locks, b"new") {
+        let Refused::Expired(id) = refused else { panic!("{refused:?}") };
+        assert!(expired.contains(&id) && state.expire(LEASE + 1, id));
+        given_up += 1;
+    }
+    assert_eq!(given_up, 2, "until it has less than eight times the room again");
     state.check_owners();
 }
 
@@ -564,14 +616,14 @@ fn a_client_whose_owners_are_all_busy_makes_no_work() {
 fn the_longest_idle_owner_goes_first() {
     let mut state = State::new(7, LEASE, Records::new());
     let id = client40(&mut state, "c", user(None).into());
-    let first: Vec<_> = (0..4_u32).map(|n| state.numbered(id, Role::Opens, &n.to_be_bytes()).unwrap()).collect();
+    let first: Vec<_> = (0..4_u32).map(|n| state.numbered(0, id, Role::Opens, &n.to_be_bytes()).unwrap()).collect();
     let in_use = Arc::clone(&first[1]);
     let first: Vec<_> = first.into_iter().map(|numbers| Arc::downgrade(&numbers)).collect();
-    (4..OWNERS_MAX as u32).for_each(|n| drop(state.numbered(id, Role::Opens, &n.to_be_bytes()).unwrap()));
+    (4..OWNERS_MAX as u32).for_each(|n| drop(state.numbered(0, id, Role::Opens, &n.to_be_bytes()).unwrap()));
     // The first one comes again, and the second one still does something.
-    drop(state.numbered(id, Role::Opens, &0_u32.to_be_bytes()).unwrap());
-    state.numbered(id, Role::Opens, b"a").unwrap();
-    state.numbered(id, Role::Opens, b"b").unwrap();
+    drop(state.numbered(0, id, Role::Opens, &0_u32.to_be_bytes()).unwrap());
+    state.numbered(0, id, Role::Opens, b"a").unwrap();
+    state.numbered(0, id, Role::Opens, b"b").unwrap();
     let is_known: Vec<bool> = first.iter().map(|numbers| numbers.strong_count() > 0).collect();
     assert_eq!(is_known, [true, true, false, false]);
     assert_eq!(state.idle_owners.looked_at, 3);

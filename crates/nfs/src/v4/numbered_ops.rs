@@ -6,7 +6,7 @@ use super::compound::{Compound, Done, Failure, HANDLE_MAX, TAG_MAX};
 use super::op;
 use super::open_ops::{get_claim, get_owner};
 use super::status::Status;
-use crate::state::{Reply, Role, Stateid, Turn};
+use crate::state::{Reply, Role, State, Stateid, Turn};
 use thruway_rpc::xdr::{self, Decoder, Encoder};
 
 /// Longest name of a network, and address there, of a client's callbacks.
@@ -107,14 +107,15 @@ impl<'a> Compound<'a> {
     /// Does an operation of version 4.0 in its turn, once.
     pub(super) async fn numbered(&mut self, operation: u32, d: &mut Decoder<'a>, out: &mut Encoder) -> Done {
         let (number, whose) = get_number(operation, &mut Decoder::new(d.rest()))?;
-        let owner = self.server.state(|state, now| match whose {
+        let find = |state: &mut State, now| match whose {
             Numbered::Opener(client, owner) => {
                 let client = state.heard_of(now, client)?;
-                state.numbered(client, Role::Opens, owner)
+                state.numbered(now, client, Role::Opens, owner)
             }
             Numbered::Open(stateid) => state.numbered_by(now, stateid, Role::Opens),
             Numbered::Locks(stateid) => state.numbered_by(now, stateid, Role::Locks),
-        })?;
+        };
+        let owner = self.server.retry_on_conflict(find).await?;
         let mut numbers = owner.lock().await;
         if let (Numbered::Opener(client, _), false) = (&whose, numbers.is_confirmed) {
             // What it has opened may be due to an old message, which has come late.

@@ -461,7 +461,8 @@ impl<'a> Compound<'a> {
         // The numbers of an owner of locks begin with its first, or go on where it has some in another file.
         let numbered = match &locker {
             Locker::New(_, owner) if self.minor == 0 => {
-                Some(self.server.state(|state, _| state.numbered(client, Role::Locks, owner))?)
+                let find = |state: &mut State, now| state.numbered(now, client, Role::Locks, owner);
+                Some(self.server.retry_on_conflict(find).await?)
             }
             _ => None,
         };
