@@ -179,10 +179,11 @@ impl Removed {
 
 impl FileState {
     /// Changes the locks of one host.
-    pub(super) fn change_locks(&mut self, origin: Origin, change: impl FnOnce(&mut Locks)) {
+    pub(super) fn change_locks<T>(&mut self, origin: Origin, change: impl FnOnce(&mut Locks) -> T) -> T {
         let before = self.locks.len();
-        change(&mut self.locks);
+        let result = change(&mut self.locks);
         self.locks_of.add(origin, self.locks.len() as isize - before as isize);
+        result
     }
 
     /// True if a host may have another lock.
@@ -194,7 +195,7 @@ impl FileState {
     #[cfg(test)]
     pub(super) fn check_locks(&self, origin_of: impl Fn(u64) -> Origin) {
         let mut counted = HostCounts::default();
-        self.locks.holders().for_each(|holder| counted.add(origin_of(holder), 1));
+        self.locks.all().for_each(|lock| counted.add(origin_of(lock.holder), 1));
         assert_eq!(self.locks_of, counted);
     }
 
@@ -209,12 +210,10 @@ impl FileState {
             self.holders.remove(holder);
         }
         if !removed.holders.is_empty() {
-            let locks_of = &mut self.locks_of;
-            self.locks.release(|holder| {
-                let origin = removed.lockers.get(&holder);
-                origin.inspect(|origin| locks_of.add(**origin, -1));
-                origin.is_some()
-            });
+            for (holder, origin) in &removed.lockers {
+                let (count, _) = self.locks.release(*holder);
+                self.locks_of.add(*origin, -(count as isize));
+            }
         }
     }
 
