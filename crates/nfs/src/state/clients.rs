@@ -2,7 +2,7 @@
 
 use super::files::Removed;
 use super::numbered::Numbering;
-use super::{CLIENTS_MAX, FileIdentity, Held, Refused, SESSIONS_MAX, State};
+use super::{CLIENTS_MAX, FileIdentity, Held, Range, Refused, SESSIONS_MAX, State};
 use crate::v4::session::{ChannelLimits, Lease, Session};
 use crate::v4::status::Status;
 use std::collections::{BTreeMap, HashMap, HashSet};
@@ -624,17 +624,23 @@ impl State {
     /// These are no longer in the way of others in a file.
     pub(super) fn forget_in_file(&mut self, removed: &Removed, file: FileIdentity) {
         let Some(state) = self.files.get_mut(&file) else { return };
-        state.forget(removed);
+        let freed = state.forget(removed);
         let closed_by = state.note_closed();
         if let Some(origin) = closed_by {
             self.count_open_file(file.file_system, origin, false);
         }
         self.charge_open_file(&file);
-        let Some(state) = self.files.get_mut(&file) else { return };
-        if !state.waiting.is_empty() {
-            self.to_wake.insert(file);
-        } else if state.is_unused() {
-            self.files.remove(&file);
+        if let Some(freed) = freed {
+            self.note_freed(&file, freed);
+        }
+        let Some(state) = self.files.get(&file) else { return };
+        if state.is_unused() {
+            // Nothing is locked, so nobody is left who waits.
+            if state.waiting.is_empty() {
+                self.files.remove(&file);
+            } else {
+                self.note_freed(&file, Range::ALL);
+            }
         }
     }
 }

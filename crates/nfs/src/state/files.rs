@@ -199,7 +199,8 @@ impl FileState {
         assert_eq!(self.locks_of, counted);
     }
 
-    pub(super) fn forget(&mut self, removed: &Removed) {
+    /// Forgets what is no longer there. Returns a range that contains the locks that were released.
+    pub(super) fn forget(&mut self, removed: &Removed) -> Option<Range> {
         self.delegations.retain(|number| !removed.numbers.contains(number));
         for (client, owner, number) in &removed.opens {
             self.opens.remove(*client, owner, *number);
@@ -209,12 +210,13 @@ impl FileState {
         for holder in &removed.holders {
             self.holders.remove(holder);
         }
-        if !removed.holders.is_empty() {
-            for (holder, origin) in &removed.lockers {
-                let (count, _) = self.locks.release(*holder);
-                self.locks_of.add(*origin, -(count as isize));
-            }
+        let mut freed: Option<Range> = None;
+        for (holder, origin) in &removed.lockers {
+            let (count, range) = self.locks.release(*holder);
+            self.locks_of.add(*origin, -(count as isize));
+            freed = freed.into_iter().chain(range).reduce(|all, part| all.hull(&part));
         }
+        freed
     }
 
     pub(super) fn opens(&self) -> &Opens {
@@ -651,7 +653,9 @@ impl State {
         let origin = self.origin_of(number);
         self.check_locks_in_file(now, origin, file)?;
         let state = self.files.get_mut(file).expect("a file with owners of locks");
-        state.change_locks(origin, |locks| locks.lock(number, is_write, range));
+        if let Some(freed) = state.change_locks(origin, |locks| locks.lock(number, is_write, range)) {
+            self.note_freed(file, freed);
+        }
         Ok(number)
     }
 
@@ -764,9 +768,8 @@ impl State {
         if state.locks.is_inside(number, range) && !state.has_room_for_lock(origin) {
             return Err(Status::NOSPC);
         }
-        state.change_locks(origin, |locks| locks.unlock(number, range));
-        if !state.waiting.is_empty() {
-            self.to_wake.insert(file.clone());
+        if let Some(freed) = state.change_locks(origin, |locks| locks.unlock(number, range)) {
+            self.note_freed(file, freed);
         }
         Ok(())
     }

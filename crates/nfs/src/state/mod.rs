@@ -206,8 +206,8 @@ pub(crate) struct State {
     expired_state: HashSet<u64>,
     /// What kept files open; to be dropped when nothing waits for this state.
     dropped: Vec<OpenGuard>,
-    /// Files of which locks have gone that clients wait for.
-    to_wake: HashSet<FileIdentity>,
+    /// Files with locks that were released and that clients wait for, and a range that contains these locks.
+    to_wake: HashMap<FileIdentity, Range>,
     /// Locks that are free and that clients of version 3 wait for.
     freed: Vec<PendingGrant>,
     /// Callbacks that are due.
@@ -250,7 +250,7 @@ impl State {
             expired: VecDeque::new(),
             expired_state: HashSet::new(),
             dropped: Vec::new(),
-            to_wake: HashSet::new(),
+            to_wake: HashMap::new(),
             freed: Vec::new(),
             notices: Vec::new(),
             delegations: 0,

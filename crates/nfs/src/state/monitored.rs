@@ -250,7 +250,9 @@ impl State {
         if let Some(state) = self.files.get_mut(file) {
             // Nobody else has had any of it since.
             state.change_locks(origin, |locks| {
-                before.iter().for_each(|(is_write, range)| locks.lock(number, *is_write, *range));
+                for (is_write, range) in before {
+                    locks.lock(number, *is_write, *range);
+                }
             });
         }
         self.forget_idle_holder(client, owner, file);

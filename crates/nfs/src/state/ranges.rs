@@ -118,8 +118,11 @@ impl Locks {
         freed
     }
 
-    /// Gives a range to a holder, instead of what it had there. There must be no [`Locks::conflict`].
-    pub(super) fn lock(&mut self, holder: u64, is_write: bool, mut range: Range) {
+    /// Gives a range to a holder, instead of what it had there. There must be no [`Locks::conflict`]. Returns a range that contains all
+    /// that was locked for writing and is locked for reading now.
+    pub(super) fn lock(&mut self, holder: u64, is_write: bool, mut range: Range) -> Option<Range> {
+        let written = self.overlapping(holder, range).filter(|lock| lock.is_write && !is_write);
+        let freed = written.map(|lock| lock.range.within(&range)).reduce(|all, part| all.hull(&part));
         self.unlock(holder, range);
         // Neighbours of the same kind become one.
         let at = |byte: Option<u64>| byte.map(|byte| Range { start: byte, last: byte });
@@ -131,6 +134,7 @@ impl Locks {
             }
         }
         self.insert(Lock { holder, is_write, range });
+        freed
     }
 
     /// Whether a range is inside one lock of a holder, which would become two without it.
@@ -316,8 +320,9 @@ mod tests {
     /// Locks of one byte each, of the holders that `holder` says, and chunks that are as small as possible if `is_sparse`.
     fn many(is_sparse: bool, holder: impl Fn(u64) -> u64) -> Locks {
         let mut locks = Locks::default();
-        let insert = |locks: &mut Locks, n: u64| locks.lock(holder(n), true, Range::new(10 * n, 1).unwrap());
-        (0..LOCKS_MAX as u64).for_each(|n| insert(&mut locks, n));
+        for n in 0..LOCKS_MAX as u64 {
+            locks.lock(holder(n), true, Range::new(10 * n, 1).unwrap());
+        }
         if is_sparse {
             for n in (0..LOCKS_MAX as u64).filter(|n| n % 64 > 0) {
                 locks.unlock(holder(n), Range::new(10 * n, 1).unwrap());
@@ -393,7 +398,10 @@ mod tests {
                     let conflicts = taken.into_iter().any(|cell| cell == 2 || is_write && cell == 1);
                     prop_assert_eq!(locks.conflict(Some(holder), is_write, range).is_some(), conflicts);
                     if !conflicts {
-                        locks.lock(holder, is_write, range);
+                        let had = (start..start + len).filter(|cell| model[holder as usize][*cell as usize] == 2 && !is_write);
+                        let (low, high) = (had.clone().min(), had.max());
+                        let freed = low.zip(high).map(|(start, last)| Range { start: first + start, last: first + last });
+                        prop_assert_eq!(locks.lock(holder, is_write, range), freed);
                         model[holder as usize][cells].fill(what);
                     }
                 }

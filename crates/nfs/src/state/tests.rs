@@ -781,6 +781,49 @@ fn many_locks_go_at_once_and_those_who_wait_are_looked_at_once() {
 }
 
 #[test]
+fn only_those_who_wait_for_what_was_released_are_looked_at() {
+    let mut state = State::new(7, LEASE, Records::new());
+    let (a, b) = (client(&mut state, 0, "a"), client(&mut state, 0, "b"));
+    let open_a = open(&mut state, 0, a, "o", 1, (READ | WRITE, 0)).unwrap();
+    open(&mut state, 0, b, "o", 1, (READ | WRITE, 0)).unwrap();
+    let owner = lock(&mut state, 0, a, open_a, "l", range(0, 100)).unwrap().latest();
+    lock(&mut state, 0, a, open_a, "l", range(200, 100)).unwrap();
+    let wait = |state: &mut State, owner: &[u8], is_write, range| {
+        let (owner, handle) = (owner.into(), [].into());
+        let waiting = Waiting { client: b, owner, is_monitored: false, handle, is_write, range, since: 0 };
+        state.wait_for_lock(waiting, &file(1));
+    };
+    wait(&mut state, b"w", true, range(50, 10));
+    wait(&mut state, b"x", true, range(90, 120));
+    wait(&mut state, b"r", false, range(60, 10));
+    let waits = |state: &mut State| {
+        state.take_notices();
+        let state = state.files.get(&file(1));
+        state.map(|state| state.waiting.iter().map(|known| known.owner[0]).collect::<Vec<u8>>()).unwrap_or_default()
+    };
+    // Nothing was locked there, or nobody waits for it.
+    for free in [range(100, 100), range(1 << 40, 1), range(0, 1), range(250, 10)] {
+        state.unlock(a, owner, &file(1), free).unwrap();
+        assert!(state.to_wake.is_empty(), "{free:?}");
+    }
+    // Of what is released at once, all of it counts.
+    state.unlock(a, owner, &file(1), range(95, 1)).unwrap();
+    state.unlock(a, owner, &file(1), range(97, 1)).unwrap();
+    assert_eq!(state.to_wake[&file(1)], range(95, 3));
+    assert_eq!(waits(&mut state), *b"wxr");
+    // A lock for reading instead of one for writing lets readers in.
+    let request = LockRequest::Existing(owner);
+    state.lock(0, GrantPermit::stored(a, false), request, &file(1), false, range(0, 90)).unwrap();
+    assert_eq!(state.to_wake[&file(1)], range(1, 89));
+    assert_eq!(waits(&mut state), *b"wx");
+    state.unlock(a, owner, &file(1), range(40, 30)).unwrap();
+    assert_eq!(waits(&mut state), *b"x");
+    state.close(a, open_a, &file(1)).unwrap();
+    assert_eq!(waits(&mut state), *b"");
+    state.check_counts();
+}
+
+#[test]
 fn what_is_not_given_back_is_revoked_and_its_client_hears_of_it() {
     let mut state = State::new(7, LEASE, Records::new());
     let (a, b) = (client(&mut state, 0, "a"), client(&mut state, 0, "b"));

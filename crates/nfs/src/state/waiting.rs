@@ -47,15 +47,33 @@ impl State {
         state.waiting.insert(place, waiting);
     }
 
-    /// Notes the callbacks that are due after a lock in a file is gone.
-    fn wake(&mut self, file: &FileIdentity) {
+    /// Locks within this range of a file were released. Without effect if nobody waits for any of it.
+    pub(super) fn note_freed(&mut self, file: &FileIdentity, range: Range) {
+        let Some(state) = self.files.get(file) else { return };
+        if state.waiting.iter().any(|waiting| waiting.range.overlaps(&range)) {
+            let all = self.to_wake.entry(file.clone()).or_insert(range);
+            *all = all.hull(&range);
+        }
+    }
+
+    /// True if a lock of another keeps this one from being had.
+    fn is_blocked(&self, waiting: &Waiting, file: &FileIdentity) -> bool {
+        let Some(state) = self.files.get(file) else { return false };
+        let Some(lock) = state.locks.conflict(None, waiting.is_write, waiting.range) else { return false };
+        match self.held.get(&lock.holder) {
+            Some(Held::Locks(holder)) if (holder.client, &holder.owner) == (waiting.client, &waiting.owner) => {
+                state.locks.conflict(Some(lock.holder), waiting.is_write, waiting.range).is_some()
+            }
+            _ => true,
+        }
+    }
+
+    /// Notes the callbacks that are due after locks within this range of a file were released.
+    fn wake(&mut self, file: &FileIdentity, freed: Range) {
         let Some(state) = self.files.get_mut(file) else { return };
         let waiting = std::mem::take(&mut state.waiting);
-        let (ready, rest): (Vec<Waiting>, Vec<Waiting>) = waiting.into_iter().partition(|waiting| {
-            let holder = self.holder_of(waiting.client, &waiting.owner, file);
-            let locks = self.files.get(file).map(|state| &state.locks);
-            locks.is_none_or(|locks| locks.conflict(holder, waiting.is_write, waiting.range).is_none())
-        });
+        let (ready, rest): (Vec<Waiting>, Vec<Waiting>) =
+            waiting.into_iter().partition(|waiting| waiting.range.overlaps(&freed) && !self.is_blocked(waiting, file));
         if let Some(state) = self.files.get_mut(file) {
             state.waiting = rest;
             if state.is_unused() {
@@ -77,8 +95,8 @@ impl State {
 
     /// Callbacks that are due: each file in which locks have gone is looked at once.
     pub(crate) fn take_notices(&mut self) -> Vec<(Arc<Session>, Notice)> {
-        for file in std::mem::take(&mut self.to_wake) {
-            self.wake(&file);
+        for (file, freed) in std::mem::take(&mut self.to_wake) {
+            self.wake(&file, freed);
         }
         std::mem::take(&mut self.notices)
     }
