@@ -1,7 +1,7 @@
 //! Clients and their sessions (RFC 8881, sections 2.4, 18.35 and 18.36), and what they may reclaim (section 8.4.2).
 
 use super::files::Removed;
-use super::numbered::Numbering;
+use super::numbered::{Numbering, Role};
 use super::{CLIENTS_MAX, FileIdentity, Held, Range, Refused, SESSIONS_MAX, State};
 use crate::v4::session::{ChannelLimits, Lease, Session};
 use crate::v4::status::Status;
@@ -600,6 +600,9 @@ impl State {
             }
             self.remove_weight(held.client(), held.weight());
             if let Some((role, owner)) = held.owner() {
+                if role == Role::Locks && self.has_locks(number, held.file()) {
+                    self.note_locked(held.client(), owner, false);
+                }
                 self.note_removed(held.client(), role, owner, number);
             }
             of_files.entry(held.file().clone()).or_default().note(number, &held);

@@ -178,14 +178,6 @@ impl Removed {
 }
 
 impl FileState {
-    /// Changes the locks of one host.
-    pub(super) fn change_locks<T>(&mut self, origin: Origin, change: impl FnOnce(&mut Locks) -> T) -> T {
-        let before = self.locks.len();
-        let result = change(&mut self.locks);
-        self.locks_of.add(origin, self.locks.len() as isize - before as isize);
-        result
-    }
-
     /// True if a host may have another lock.
     pub(super) fn has_room_for_lock(&self, origin: Origin) -> bool {
         self.locks_of.has_room(origin, LOCKS_MAX.saturating_sub(self.locks.len()))
@@ -652,11 +644,30 @@ impl State {
         };
         let origin = self.origin_of(number);
         self.check_locks_in_file(now, origin, file)?;
-        let state = self.files.get_mut(file).expect("a file with owners of locks");
-        if let Some(freed) = state.change_locks(origin, |locks| locks.lock(number, is_write, range)) {
+        if let Some(freed) = self.change_locks(number, file, |locks| locks.lock(number, is_write, range)) {
             self.note_freed(file, freed);
         }
         Ok(number)
+    }
+
+    /// Changes the locks of an owner in a file.
+    pub(super) fn change_locks<T>(
+        &mut self,
+        number: u64,
+        file: &FileIdentity,
+        change: impl FnOnce(&mut Locks) -> T,
+    ) -> T {
+        let Some(Held::Locks(holder)) = self.held.get(&number) else { unreachable!("an owner of locks") };
+        let state = self.files.get_mut(file).expect("a file with owners of locks");
+        let before = state.locks.count(number);
+        let result = change(&mut state.locks);
+        let after = state.locks.count(number);
+        state.locks_of.add(holder.origin, after as isize - before as isize);
+        if (before > 0) != (after > 0) {
+            let (client, owner) = (holder.client, holder.owner.clone());
+            self.note_locked(client, &owner, after > 0);
+        }
+        result
     }
 
     /// Counts an open file for another host, after the host that it was counted for has closed it.
@@ -763,12 +774,12 @@ impl State {
     /// Takes a lock from an owner.
     pub(super) fn unlock_range(&mut self, number: u64, file: &FileIdentity, range: Range) -> Result<(), Status> {
         let origin = self.origin_of(number);
-        let state = self.files.get_mut(file).expect("a file with owners of locks");
+        let state = self.files.get(file).expect("a file with owners of locks");
         // Both halves of a lock count.
         if state.locks.is_inside(number, range) && !state.has_room_for_lock(origin) {
             return Err(Status::NOSPC);
         }
-        if let Some(freed) = state.change_locks(origin, |locks| locks.unlock(number, range)) {
+        if let Some(freed) = self.change_locks(number, file, |locks| locks.unlock(number, range)) {
             self.note_freed(file, freed);
         }
         Ok(())

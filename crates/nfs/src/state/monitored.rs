@@ -246,15 +246,12 @@ impl State {
     ) -> Result<(), Status> {
         let Some(number) = self.holder_of(client, owner, file) else { return Ok(()) };
         self.unlock_range(number, file, range)?;
-        let origin = self.origin_of(number);
-        if let Some(state) = self.files.get_mut(file) {
-            // Nobody else has had any of it since.
-            state.change_locks(origin, |locks| {
-                for (is_write, range) in before {
-                    locks.lock(number, *is_write, *range);
-                }
-            });
-        }
+        // Nobody else has had any of it since.
+        self.change_locks(number, file, |locks| {
+            for (is_write, range) in before {
+                locks.lock(number, *is_write, *range);
+            }
+        });
         self.forget_idle_holder(client, owner, file);
         Ok(())
     }

@@ -269,19 +269,12 @@ impl State {
 
     /// RELEASE_LOCKOWNER
     pub(crate) fn release_locks_of(&mut self, client: u64, owner: &[u8]) -> Result<(), Status> {
-        let known = &self.clients[&client];
-        let mut holders = Vec::new();
-        for number in &known.held {
-            let Some(Held::Locks(holder)) = self.held.get(number) else { continue };
-            if *holder.owner != *owner {
-                continue;
-            }
-            if self.has_locks(*number, &holder.file) {
-                return Err(Status::LOCKS_HELD);
-            }
-            holders.push(*number);
+        let Some((has_locks, numbers)) = self.locks_of(client, owner) else { return Ok(()) };
+        if has_locks {
+            return Err(Status::LOCKS_HELD);
         }
-        holders.into_iter().for_each(|number| self.remove_held(number));
+        let numbers: Vec<u64> = numbers.iter().copied().collect();
+        numbers.into_iter().for_each(|number| self.remove_held(number));
         self.forget_owner(client, Role::Locks, owner);
         Ok(())
     }

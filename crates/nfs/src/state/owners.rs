@@ -18,6 +18,8 @@ struct Known {
     numbers: Arc<NumberedOwner>,
     /// Numbers of its opens, or of its lock owners by file.
     held: HashSet<u64>,
+    /// Those of `held` that have locks.
+    locked: usize,
     /// Number of the last file that it has closed ([`State::closed`]).
     last_closed: Option<u64>,
     /// Key in [`Owners::idle`] and [`IdleOwners`], while `held` is empty.
@@ -194,6 +196,19 @@ impl State {
         }
     }
 
+    /// An owner of locks has its first lock in a file (`has_locks`), or none any more.
+    pub(super) fn note_locked(&mut self, client: u64, owner: &[u8], has_locks: bool) {
+        let Some((_, owners, _)) = self.owners(client) else { return };
+        let Some(known) = owners.locks.get_mut(owner) else { return };
+        known.locked = known.locked.saturating_add_signed(if has_locks { 1 } else { -1 });
+    }
+
+    /// An owner of locks: true if it has locks, and its numbers by file. `None` if it is not known.
+    pub(super) fn locks_of(&mut self, client: u64, owner: &[u8]) -> Option<(bool, &HashSet<u64>)> {
+        let known = self.owners(client)?.1.locks.get(owner)?;
+        Some((known.locked > 0, &known.held))
+    }
+
     /// An owner has closed a file. Returns the number of the file that it had closed before; `None` if the owner is not known.
     pub(super) fn set_last_closed(&mut self, client: u64, owner: &[u8], number: u64) -> Option<Option<u64>> {
         let known = self.owners(client)?.1.opens.get_mut(owner)?;
@@ -285,6 +300,11 @@ impl State {
             for role in [Role::Opens, Role::Locks] {
                 for (name, known) in owners.with_role(role) {
                     assert_eq!(known.held, scanned.remove(&(role, &**name)).unwrap_or_default(), "{id} {role:?}");
+                    let has_locks = |number: &&u64| match self.held.get(number) {
+                        Some(super::files::Held::Locks(holder)) => self.has_locks(**number, &holder.file),
+                        _ => false,
+                    };
+                    assert_eq!(known.locked, known.held.iter().filter(has_locks).count(), "{id} {role:?}");
                     assert_eq!(known.idle.is_some(), known.held.is_empty());
                     let by_key = known.idle.and_then(|key| owners.idle.get(&key));
                     assert_eq!(by_key.is_some(), known.idle.is_some());

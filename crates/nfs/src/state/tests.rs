@@ -613,6 +613,45 @@ fn a_host_with_many_owners_keeps_no_other_out() {
 }
 
 #[test]
+fn an_owner_of_locks_is_released_with_all_that_it_has() {
+    let mut state = State::new(7, LEASE, Records::new());
+    let id = client40(&mut state, "c", user(None).into());
+    let lock_in = |state: &mut State, owner: &str, of: u8, at: u64| {
+        let open = open40(state, id, "o", of).unwrap();
+        drop(state.numbered(0, id, Role::Locks, owner.as_bytes()).unwrap());
+        let request = LockRequest::New { open, owner: owner.as_bytes().into() };
+        state.lock(0, GrantPermit::stored(id, false), request, &file(of), true, range(at, 1)).unwrap()
+    };
+    let of_l: Vec<Stateid> = (0..100).map(|of| lock_in(&mut state, "l", of, 0)).collect();
+    let of_m = lock_in(&mut state, "m", 0, 5);
+    state.check_counts();
+    // Only what an owner has is looked at, and nothing if it has locks.
+    assert!(state.locks_of(id, b"nobody").is_none() && state.clients[&id].held.len() == 201);
+    assert_eq!(state.locks_of(id, b"m").map(|(has_locks, numbers)| (has_locks, numbers.len())), Some((true, 1)));
+    for (of, held) in of_l.iter().enumerate().rev() {
+        assert_eq!(state.release_locks_of(id, b"l"), Err(Status::LOCKS_HELD));
+        state.unlock(id, *held, &file(of as u8), Range::ALL).unwrap();
+        state.check_counts();
+    }
+    let owners = state.numbered;
+    assert_eq!(state.release_locks_of(id, b"l"), Ok(()));
+    assert!(of_l.iter().all(|held| state.test_stateid(id, *held).is_err()));
+    assert!(state.test_stateid(id, of_m).is_ok());
+    assert_eq!(state.numbered, owners - 1);
+    assert_eq!((state.release_locks_of(id, b"l"), state.release_locks_of(id, b"nobody")), (Ok(()), Ok(())));
+    // One whose operation is in progress is new afterwards.
+    let in_use = state.numbered(0, id, Role::Locks, b"n").unwrap();
+    assert_eq!(state.release_locks_of(id, b"n"), Ok(()));
+    assert!(!Arc::ptr_eq(&in_use, &state.numbered(0, id, Role::Locks, b"n").unwrap()));
+    // Locks go with the open by which they came.
+    let open = state.files[&file(0)].opens().find(id, b"o").unwrap();
+    state.close(id, state.stateid_of(open, 2), &file(0)).unwrap();
+    state.check_counts();
+    assert_eq!(state.release_locks_of(id, b"m"), Ok(()));
+    state.check_counts();
+}
+
+#[test]
 fn the_longest_idle_owner_goes_first() {
     let mut state = State::new(7, LEASE, Records::new());
     let id = client40(&mut state, "c", user(None).into());
