@@ -1,6 +1,7 @@
 //! Access control lists of NFS version 4 (RFC 8881, section 6), and which of them say what a POSIX list says.
 
 use super::posix::{Acl, Bits, PosixAcl};
+use std::collections::BTreeMap;
 
 /// Whether an entry grants rights or denies them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -165,68 +166,91 @@ pub(crate) fn to_aces(acl: &Acl, is_directory: bool) -> Vec<Ace> {
     entries(&acl.access, 0).chain(default).collect()
 }
 
-/// What the entries grant to somebody whom some of them are certainly about, and others may be. `None` if that makes a difference.
-fn granted(list: &[Simple], is_about: impl Fn(Who) -> bool, may_be_about: impl Fn(Who) -> bool) -> Option<Bits> {
-    // The most and the least: with all that may grant, or deny, something.
-    let evaluate = |of_others: AceType| {
-        let (mut allowed, mut denied) = (0, 0);
-        for entry in list {
-            let counts = is_about(entry.who) || (may_be_about(entry.who) && entry.kind == of_others);
-            match entry.kind {
-                AceType::Allow if counts => allowed |= entry.bits & !denied,
-                AceType::Deny if counts => denied |= entry.bits & !allowed,
-                _ => {}
-            }
-        }
-        allowed
-    };
-    let (most, least) = (evaluate(AceType::Allow), evaluate(AceType::Deny));
-    (most == least).then_some(most)
+/// Positions of the first entries of each kind that have a right, by right. Of entries about the same somebody, the first one with a
+/// right decides.
+#[derive(Clone, Copy)]
+struct Firsts {
+    allow: [usize; RIGHTS],
+    deny: [usize; RIGHTS],
 }
 
-/// The POSIX list that says what these entries say.
-fn from_simple(list: &[Simple]) -> Result<PosixAcl, Inexact> {
-    const EVERYONE: Who = Who::Everyone;
-    let is_group = |who| matches!(who, Who::Group | Who::NamedGroup(_));
-    let exact = |bits: Option<Bits>| bits.ok_or(Inexact::Overlapping);
-    let (mut users, mut groups) = (Vec::new(), Vec::new());
-    for entry in list {
-        match entry.who {
-            Who::User(id) if users.iter().all(|(known, _)| *known != id) => {
-                let is_about = |who| who == entry.who || who == EVERYONE;
-                users.push((id, exact(granted(list, is_about, is_group))?));
+/// Number of rights: reading, writing, executing.
+const RIGHTS: usize = 3;
+
+impl Firsts {
+    /// No entries.
+    const NONE: Firsts = Firsts { allow: [usize::MAX; RIGHTS], deny: [usize::MAX; RIGHTS] };
+
+    fn note(&mut self, at: usize, entry: Simple) {
+        let of_kind = match entry.kind {
+            AceType::Allow => &mut self.allow,
+            AceType::Deny => &mut self.deny,
+        };
+        for (right, first) in of_kind.iter_mut().enumerate() {
+            if entry.bits >> right & 1 == 1 {
+                *first = at.min(*first);
             }
-            Who::NamedGroup(id) if groups.iter().all(|(known, _)| *known != id) => {
-                groups.push((id, of_group(list, entry.who)?));
-            }
-            _ => {}
         }
     }
-    let owner = exact(granted(list, |who| who == Who::Owner || who == EVERYONE, |who| who != Who::Owner))?;
-    let group = of_group(list, Who::Group)?;
-    let other = exact(granted(list, |who| who == EVERYONE, |_| false))?;
-    users.sort_unstable();
-    groups.sort_unstable();
+
+    /// The first entries of both.
+    fn and(&self, other: &Firsts) -> Firsts {
+        let earlier = |a: [usize; RIGHTS], b: [usize; RIGHTS]| std::array::from_fn(|right| a[right].min(b[right]));
+        Firsts { allow: earlier(self.allow, other.allow), deny: earlier(self.deny, other.deny) }
+    }
+
+    /// What the entries grant.
+    fn granted(&self) -> Bits {
+        let is_granted = |right: &usize| self.allow[*right] < self.deny[*right];
+        (0..RIGHTS).filter(is_granted).fold(0, |all, right| all | 1 << right)
+    }
+
+    /// What the entries grant to somebody whom they are certainly about, and others may be. `None` if that makes a difference.
+    fn granted_with(&self, others: &Firsts) -> Option<Bits> {
+        // The most and the least: with all that may grant, or deny, something.
+        let most = self.and(&Firsts { deny: Firsts::NONE.deny, ..*others }).granted();
+        let least = self.and(&Firsts { allow: Firsts::NONE.allow, ..*others }).granted();
+        (most == least).then_some(most)
+    }
+
+    /// What the entries, which are about a group, grant to its members. That they may be members of others as well grants them more by
+    /// both kinds of lists; it must not take anything from them.
+    fn granted_to_group(&self, of_groups: &Firsts) -> Option<Bits> {
+        self.granted_with(&Firsts { allow: Firsts::NONE.allow, ..*of_groups })
+    }
+}
+
+/// The POSIX list that says what these entries say. Each entry is looked at once.
+fn from_simple(list: impl IntoIterator<Item = Simple>) -> Result<PosixAcl, Inexact> {
+    let (mut users, mut groups) = (BTreeMap::<u32, Firsts>::new(), BTreeMap::<u32, Firsts>::new());
+    let (mut owner, mut group, mut everyone) = (Firsts::NONE, Firsts::NONE, Firsts::NONE);
+    let (mut of_groups, mut but_owner) = (Firsts::NONE, Firsts::NONE);
+    for (at, entry) in list.into_iter().enumerate() {
+        match entry.who {
+            Who::Owner => owner.note(at, entry),
+            Who::Group => group.note(at, entry),
+            Who::Everyone => everyone.note(at, entry),
+            Who::User(id) => users.entry(id).or_insert(Firsts::NONE).note(at, entry),
+            Who::NamedGroup(id) => groups.entry(id).or_insert(Firsts::NONE).note(at, entry),
+        }
+        if matches!(entry.who, Who::Group | Who::NamedGroup(_)) {
+            of_groups.note(at, entry);
+        }
+        if entry.who != Who::Owner {
+            but_owner.note(at, entry);
+        }
+    }
+    let exact = |bits: Option<Bits>| bits.ok_or(Inexact::Overlapping);
+    let of_user = |(id, firsts): (u32, Firsts)| Ok((id, exact(firsts.and(&everyone).granted_with(&of_groups))?));
+    let users: Vec<(u32, Bits)> = users.into_iter().map(of_user).collect::<Result<_, Inexact>>()?;
+    let of_group = |firsts: Firsts| exact(firsts.and(&everyone).granted_to_group(&of_groups));
+    let groups = groups.into_iter().map(|(id, firsts)| Ok((id, of_group(firsts)?)));
+    let groups: Vec<(u32, Bits)> = groups.collect::<Result<_, Inexact>>()?;
+    let owner = exact(owner.and(&everyone).granted_with(&but_owner))?;
+    let (group, other) = (of_group(group)?, everyone.granted());
     let most = users.iter().chain(&groups).fold(group, |all, (_, bits)| all | bits);
     let mask = (!users.is_empty() || !groups.is_empty()).then_some(most);
     Ok(PosixAcl { owner, users, group, groups, mask, other })
-}
-
-/// What members of a group may. That they may be members of others as well grants them more by both kinds of lists; it must
-/// not take anything from them.
-fn of_group(list: &[Simple], group: Who) -> Result<Bits, Inexact> {
-    let is_about = |who| who == group || who == Who::Everyone;
-    let alone = granted(list, is_about, |_| false).expect("nothing else is about them");
-    let (mut allowed, mut denied) = (0, 0);
-    for entry in list {
-        let is_of_groups = matches!(entry.who, Who::Group | Who::NamedGroup(_));
-        match entry.kind {
-            AceType::Allow if is_about(entry.who) => allowed |= entry.bits & !denied,
-            AceType::Deny if is_about(entry.who) || is_of_groups => denied |= entry.bits & !allowed,
-            _ => {}
-        }
-    }
-    if allowed == alone { Ok(alone) } else { Err(Inexact::Overlapping) }
 }
 
 /// The lists that say what these entries say.
@@ -251,8 +275,8 @@ pub(crate) fn from_aces(aces: &[Ace], is_directory: bool) -> Result<Acl, Inexact
             access.push(entry);
         }
     }
-    let default = (!default.is_empty()).then(|| from_simple(&default)).transpose()?;
-    Ok(Acl { access: from_simple(&access)?, default })
+    let default = (!default.is_empty()).then(|| from_simple(default)).transpose()?;
+    Ok(Acl { access: from_simple(access)?, default })
 }
 
 #[cfg(test)]
@@ -346,6 +370,106 @@ mod tests {
         assert_eq!(of(&[]).unwrap().as_mode(), Some(0), "nobody may anything");
     }
 
+    /// As [`from_simple`], by a search through all entries for each user and each group.
+    mod search {
+        use super::super::*;
+
+        /// What the entries grant to somebody whom some of them are certainly about, and others may be. `None` if that makes a difference.
+        fn granted(
+            list: &[Simple],
+            is_about: impl Fn(Who) -> bool,
+            may_be_about: impl Fn(Who) -> bool,
+        ) -> Option<Bits> {
+            // The most and the least: with all that may grant, or deny, something.
+            let evaluate = |of_others: AceType| {
+                let (mut allowed, mut denied) = (0, 0);
+                for entry in list {
+                    let counts = is_about(entry.who) || (may_be_about(entry.who) && entry.kind == of_others);
+                    match entry.kind {
+                        AceType::Allow if counts => allowed |= entry.bits & !denied,
+                        AceType::Deny if counts => denied |= entry.bits & !allowed,
+                        _ => {}
+                    }
+                }
+                allowed
+            };
+            let (most, least) = (evaluate(AceType::Allow), evaluate(AceType::Deny));
+            (most == least).then_some(most)
+        }
+
+        /// The POSIX list that says what these entries say.
+        pub(super) fn by_each(list: &[Simple]) -> Result<PosixAcl, Inexact> {
+            const EVERYONE: Who = Who::Everyone;
+            let is_group = |who| matches!(who, Who::Group | Who::NamedGroup(_));
+            let exact = |bits: Option<Bits>| bits.ok_or(Inexact::Overlapping);
+            let (mut users, mut groups) = (Vec::new(), Vec::new());
+            for entry in list {
+                match entry.who {
+                    Who::User(id) if users.iter().all(|(known, _)| *known != id) => {
+                        let is_about = |who| who == entry.who || who == EVERYONE;
+                        users.push((id, exact(granted(list, is_about, is_group))?));
+                    }
+                    Who::NamedGroup(id) if groups.iter().all(|(known, _)| *known != id) => {
+                        groups.push((id, of_group(list, entry.who)?));
+                    }
+                    _ => {}
+                }
+            }
+            let owner = exact(granted(list, |who| who == Who::Owner || who == EVERYONE, |who| who != Who::Owner))?;
+            let group = of_group(list, Who::Group)?;
+            let other = exact(granted(list, |who| who == EVERYONE, |_| false))?;
+            users.sort_unstable();
+            groups.sort_unstable();
+            let most = users.iter().chain(&groups).fold(group, |all, (_, bits)| all | bits);
+            let mask = (!users.is_empty() || !groups.is_empty()).then_some(most);
+            Ok(PosixAcl { owner, users, group, groups, mask, other })
+        }
+
+        /// What members of a group may. That they may be members of others as well grants them more by both kinds of lists; it must
+        /// not take anything from them.
+        fn of_group(list: &[Simple], group: Who) -> Result<Bits, Inexact> {
+            let is_about = |who| who == group || who == Who::Everyone;
+            let alone = granted(list, is_about, |_| false).expect("nothing else is about them");
+            let (mut allowed, mut denied) = (0, 0);
+            for entry in list {
+                let is_of_groups = matches!(entry.who, Who::Group | Who::NamedGroup(_));
+                match entry.kind {
+                    AceType::Allow if is_about(entry.who) => allowed |= entry.bits & !denied,
+                    AceType::Deny if is_about(entry.who) || is_of_groups => denied |= entry.bits & !allowed,
+                    _ => {}
+                }
+            }
+            if allowed == alone { Ok(alone) } else { Err(Inexact::Overlapping) }
+        }
+    }
+
+    /// Counts the entries that are taken of a list.
+    struct Counted<'a>(std::slice::Iter<'a, Simple>, &'a std::cell::Cell<usize>);
+
+    impl Iterator for Counted<'_> {
+        type Item = Simple;
+
+        fn next(&mut self) -> Option<Simple> {
+            self.1.set(self.1.get() + 1);
+            self.0.next().copied()
+        }
+    }
+
+    #[test]
+    fn each_entry_is_looked_at_once() {
+        let named = (0..1000).map(|id| Simple {
+            kind: AceType::Allow,
+            bits: 4,
+            who: if id % 2 == 0 { Who::User(id) } else { Who::NamedGroup(id) },
+        });
+        let whole = [Who::Owner, Who::Group, Who::Everyone].map(|who| Simple { kind: AceType::Allow, bits: 4, who });
+        let list: Vec<Simple> = named.chain(whole).collect();
+        let looked_at = std::cell::Cell::new(0);
+        let acl = from_simple(Counted(list.iter(), &looked_at)).unwrap();
+        assert_eq!((acl.users.len(), acl.groups.len(), acl.other), (500, 500, 4));
+        assert_eq!(looked_at.get(), list.len() + 1);
+    }
+
     fn requesters() -> impl Strategy<Value = (bool, u32, Vec<Who>)> {
         let group = prop_oneof![Just(Who::Group), (0_u32..6).prop_map(Who::NamedGroup)];
         (any::<bool>(), 0_u32..8, prop::collection::vec(group, 0..3))
@@ -378,6 +502,13 @@ mod tests {
             };
             prop_assert_eq!(effective(&back.access), effective(&acl.access));
             prop_assert_eq!(back.default.as_ref().map(effective), acl.default.as_ref().map(effective));
+        }
+
+        #[test]
+        fn lists_are_as_by_a_search_for_each(aces in aces()) {
+            let of = |ace: &Ace| Simple { kind: ace.kind, bits: to_bits(ace.mask).unwrap(), who: ace.who };
+            let list: Vec<Simple> = aces.iter().map(of).collect();
+            prop_assert_eq!(from_simple(list.clone()), search::by_each(&list));
         }
 
         #[test]
