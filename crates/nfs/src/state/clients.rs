@@ -94,7 +94,8 @@ pub(super) struct Client {
     sequence: u32,
     created: Option<Box<[u8]>>,
     pub lease: Arc<Lease>,
-    pub sessions: usize,
+    /// Ids of its sessions.
+    pub sessions: Vec<[u8; 16]>,
     /// It has finished reclaiming, so it may get new state; it is in the list for stable storage.
     pub has_reclaimed: bool,
     /// Number of the first list ([`State::records`]) that has it.
@@ -211,7 +212,7 @@ impl State {
             sequence: 1,
             created: None,
             lease: Arc::new(Lease::new(now)),
-            sessions: 0,
+            sessions: Vec::new(),
             progressed: 0,
             has_reclaimed: false,
             record: 0,
@@ -299,17 +300,16 @@ impl State {
     }
 
     fn with_sessions_of(&self, is_wanted: impl Fn(Origin) -> bool) -> impl Iterator<Item = u64> {
-        let theirs = self.clients.iter().filter(move |(_, client)| client.sessions > 0 && is_wanted(client.origin));
+        let theirs =
+            self.clients.iter().filter(move |(_, client)| !client.sessions.is_empty() && is_wanted(client.origin));
         theirs.map(|(id, _)| *id)
     }
 
     /// Removes a client, its sessions, and what it has.
     pub(super) fn remove_client(&mut self, id: u64) {
         let Some(client) = self.clients.remove(&id) else { return };
-        if client.sessions > 0 {
-            let gone = self.sessions.extract_if(|_, session| session.client == id);
-            let kept: Vec<u64> = gone.map(|(_, session)| session.limits.kept()).collect();
-            kept.into_iter().for_each(|kept| self.count_session(client.origin, kept, false));
+        for session in client.sessions.iter().filter_map(|session| self.sessions.remove(session)).collect::<Vec<_>>() {
+            self.count_session(client.origin, session.limits.kept(), false);
         }
         self.origin_has_lost(&client);
         self.remove_all(client.held.into_iter().collect());
@@ -347,7 +347,7 @@ impl State {
             let client = &self.clients[&id];
             let (same_verifier, same_principal) = (client.verifier == verifier, client.principal == maker.principal);
             let known = Exchange { client: id, sequence: client.sequence, is_confirmed: true };
-            let has_nothing = client.held.is_empty() && client.sessions == 0;
+            let has_nothing = client.held.is_empty() && client.sessions.is_empty();
             match (is_update, same_principal, same_verifier) {
                 (_, true, true) => {
                     client.lease.renew(now);
@@ -399,7 +399,7 @@ impl State {
         if client.principal != principal {
             return Err(Status::CLID_INUSE.into());
         }
-        if client.sessions >= SESSIONS_MAX {
+        if client.sessions.len() >= SESSIONS_MAX {
             return Err(Status::NOSPC.into());
         }
         let origin = client.origin;
@@ -440,7 +440,7 @@ impl State {
         let Some(client) = self.clients.get_mut(&session.client) else { return };
         client.sequence = client.sequence.wrapping_add(1);
         client.created = Some(reply);
-        client.sessions += 1;
+        client.sessions.push(session.id);
         let origin = client.origin;
         self.count_session(origin, session.limits.kept(), true);
         self.sessions.insert(session.id, session);
@@ -450,7 +450,7 @@ impl State {
     pub(crate) fn destroy_session(&mut self, id: &[u8; 16]) -> Result<(), Status> {
         let session = self.sessions.remove(id).ok_or(Status::BADSESSION)?;
         if let Some(client) = self.clients.get_mut(&session.client) {
-            client.sessions -= 1;
+            client.sessions.retain(|known| known != id);
             let origin = client.origin;
             self.count_session(origin, session.limits.kept(), false);
         }
@@ -460,7 +460,7 @@ impl State {
     /// DESTROY_CLIENTID
     pub(crate) fn destroy_client(&mut self, id: u64) -> Result<(), Status> {
         let client = self.with_sessions(id)?;
-        if client.sessions > 0 || !client.held.is_empty() {
+        if !client.sessions.is_empty() || !client.held.is_empty() {
             return Err(Status::CLIENTID_BUSY);
         }
         self.remove_client(id);

@@ -253,7 +253,8 @@ impl State {
 
     /// A session by which a client can be called.
     pub(super) fn callable_session(&self, client: u64) -> Option<Arc<Session>> {
-        self.sessions.values().find(|session| session.client == client && session.can_call()).cloned()
+        let theirs = self.clients.get(&client)?.sessions.iter().filter_map(|id| self.sessions.get(id));
+        theirs.into_iter().find(|session| session.can_call()).cloned()
     }
 
     /// A delegation that is to be given back; `None` if it has been.

@@ -138,6 +138,9 @@ impl State {
             assert_eq!((state.opens().len(), state.held()), (opens, opens + locks), "{file:?}");
             state.check_locks(|holder| self.origin_of(holder));
         }
+        let of_clients: Vec<&[u8; 16]> = self.clients.values().flat_map(|client| &client.sessions).collect();
+        let is_there = |id: &&[u8; 16]| self.sessions.contains_key(*id);
+        assert_eq!((of_clients.len(), of_clients.iter().all(is_there)), (self.sessions.len(), true), "sessions");
         let open = self.files.values().filter(|state| state.is_open()).count();
         let counted: usize = self.open_files.values().map(|files| files.all).sum();
         let by_host: usize = self.open_files.values().flat_map(|files| files.of_host.0.values()).sum();
@@ -161,8 +164,9 @@ impl State {
             return Ok(());
         }
         let own = self.clients.iter().filter(|(_, client)| client.origin == origin);
-        let idle =
-            own.filter(|(_, client)| client.held.is_empty() && (client.sessions == 0 || self.is_expired(now, client)));
+        let idle = own.filter(|(_, client)| {
+            client.held.is_empty() && (client.sessions.is_empty() || self.is_expired(now, client))
+        });
         let first = idle.min_by_key(|(_, client)| (client.is_confirmed, client.lease.renewed())).map(|(id, _)| *id);
         if let Some(id) = first {
             self.remove_client(id);

@@ -86,8 +86,7 @@ impl State {
                 self.freed.extend(freed);
                 continue;
             }
-            let of_client = |session: &&Arc<Session>| session.client == waiting.client && session.can_call();
-            if let Some(session) = self.sessions.values().find(of_client).cloned() {
+            if let Some(session) = self.callable_session(waiting.client) {
                 self.notices.push((session, Notice::Lock { handle: waiting.handle, owner: waiting.owner }));
             }
         }
