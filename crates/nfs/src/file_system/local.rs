@@ -358,13 +358,18 @@ impl Inner {
     }
 
     /// A file that is changed by somebody but root loses its set-user-ID bits, as it does when that user writes to it here.
-    fn drop_privileges(who: &Credentials, node: &Node, stat: &Statx) -> Result<()> {
-        let mode = Mode::from_raw_mode(stat.stx_mode.into());
+    ///
+    /// Takes the mode that the file has now: somebody may have changed it while the operation waited.
+    fn drop_privileges(who: &Credentials, node: &Node) -> Result<()> {
+        if who.uid == 0 {
+            return Ok(());
+        }
+        let mode = Mode::from_raw_mode(node.stat()?.stx_mode.into());
         let mut kept = mode - Mode::SUID;
         if mode.contains(Mode::XGRP) {
             kept -= Mode::SGID;
         }
-        if who.uid == 0 || kept == mode {
+        if kept == mode {
             return Ok(());
         }
         rustix::fs::chmod(node.proc_path(), kept)
@@ -401,7 +406,7 @@ impl Inner {
                 self.check_write(who, node, &stat)?;
             }
             if stat.stx_size != size || set.modified.is_none() {
-                Inner::drop_privileges(who, node, &stat)?;
+                Inner::drop_privileges(who, node)?;
                 let file = self.open_data(node, OFlags::WRONLY)?;
                 rustix::fs::ftruncate(&*file, size)?;
             }

@@ -199,7 +199,7 @@ impl LocalFileSystem {
         }
         if stat.stx_mode & 0o6000 != 0 {
             let (node, who) = (Arc::clone(&node), user.who.clone());
-            self.work(move |_| Inner::drop_privileges(&who, &node, &stat)).await?;
+            self.work(move |_| Inner::drop_privileges(&who, &node)).await?;
         }
         let file = self.open_for_writing(&node).await?;
         let failures = node.failures.load(Ordering::SeqCst);
@@ -257,16 +257,15 @@ impl LocalFileSystem {
     ) -> Result<()> {
         let node = self.node(file).await?;
         Inner::check_regular(&node)?;
-        let stat = self.stat(&node).await?;
         if !user.is_open {
-            self.inner.check_write(user.who, &node, &stat)?;
+            self.inner.check_write(user.who, &node, &self.stat(&node).await?)?;
         }
         let file = self.open_for_writing(&node).await?;
         let (who, changed) = (user.who.clone(), Arc::clone(&node));
         let turn = self.turn(&self.inner.copies).await?;
         let done = self.work(move |_| {
             let _turn = turn;
-            Inner::drop_privileges(&who, &node, &stat)?;
+            Inner::drop_privileges(&who, &node)?;
             let keep = FallocateFlags::KEEP_SIZE;
             let allocate = |flags| rustix::fs::fallocate(&*file, flags, at, len);
             let done = match what {
@@ -295,17 +294,16 @@ impl LocalFileSystem {
         let (source, target) = (self.node(from).await?, self.node(to).await?);
         Inner::check_regular(&source)?;
         Inner::check_regular(&target)?;
-        let stat = self.stat(&target).await?;
         if !user.is_open {
             self.inner.check_read(user.who, &source, &self.stat(&source).await?)?;
-            self.inner.check_write(user.who, &target, &stat)?;
+            self.inner.check_write(user.who, &target, &self.stat(&target).await?)?;
         }
         let (source, file) = (self.open_for_reading(&source).await?, self.open_for_writing(&target).await?);
         let (who, changed) = (user.who.clone(), Arc::clone(&target));
         let turn = self.turn(&self.inner.copies).await?;
         let copied = self.work(move |_| {
             let _turn = turn;
-            Inner::drop_privileges(&who, &target, &stat)?;
+            Inner::drop_privileges(&who, &target)?;
             let copied = if shared {
                 thruway_fs::share_storage::share_range(&source, from_at, &file, to_at, len).map(|()| len)
             } else {
@@ -331,7 +329,7 @@ impl LocalFileSystem {
 mod tests {
     use super::*;
     use crate::file_system::{Credentials, FileSystem, LocalOptions};
-    use futures_util::FutureExt;
+    use futures_util::{FutureExt, TryFutureExt};
     use std::sync::{Mutex, mpsc};
     use thruway_engine::Reactors;
     use thruway_server::caller;
@@ -374,6 +372,61 @@ mod tests {
             assert!(node.data().is_dirty);
             files.sync(&node).await.unwrap();
             assert!(!node.data().is_dirty);
+            done.send(()).unwrap();
+        });
+        is_done.recv().expect("a check has failed: its message is above");
+    }
+
+    /// A file whose mode changes while an operation waits for a thread keeps the new mode, but for the set-user-ID bit.
+    #[test]
+    fn a_mode_that_changes_during_a_wait_stays() {
+        use std::os::unix::fs::PermissionsExt;
+        let reactors = Reactors::start(Some(1)).unwrap();
+        let (done, is_done) = mpsc::channel();
+        reactors.handles()[0].spawn(move || async move {
+            let dir = tempfile::tempdir().unwrap();
+            let set_mode = |mode| {
+                std::fs::set_permissions(dir.path().join("file"), std::fs::Permissions::from_mode(mode)).unwrap();
+            };
+            ["file", "source"].iter().for_each(|name| std::fs::write(dir.path().join(name), "data").unwrap());
+            let files = LocalFileSystem::open_by(dir.path(), &LocalOptions::default(), true).unwrap();
+            let (own, root) = (Credentials::own(), files.root());
+            let (file, _) = files.look_up(&own, &root, b"file").await.unwrap();
+            let (source, _) = files.look_up(&own, &root, b"source").await.unwrap();
+            let who = Credentials { uid: 1000, gid: 1000, groups: [].into() };
+            let user = As { who: &who, is_open: true };
+            caller::on_behalf_of(Origin::of_host([10, 0, 0, 1].into()), async {
+                for copies in [false, true] {
+                    set_mode(0o4755);
+                    for file in [&file, &source] {
+                        files.open_for_writing(&files.node(file).await.unwrap()).await.unwrap();
+                    }
+                    let (go_on, wait) = mpsc::channel::<()>();
+                    let wait = Arc::new(Mutex::new(wait));
+                    let busy = (0..100).map(|_| {
+                        let wait = Arc::clone(&wait);
+                        files.work(move |_| {
+                            let _ = wait.lock().map(|wait| wait.recv());
+                            Ok(())
+                        })
+                    });
+                    let mut busy = std::pin::pin!(futures_util::future::join_all(busy));
+                    assert!(busy.as_mut().now_or_never().is_none());
+                    let mut operation = if copies {
+                        files.copy_data(user, (&source, 0), (&file, 0), 4, false).boxed_local()
+                    } else {
+                        files.allocate_data(user, &file, 0, 4, Allocate::Reserve).map_ok(|()| 4).boxed_local()
+                    };
+                    assert!((&mut operation).now_or_never().is_none());
+                    set_mode(0o4700);
+                    drop(go_on);
+                    busy.await;
+                    operation.await.unwrap();
+                    let mode = std::fs::metadata(dir.path().join("file")).unwrap().permissions().mode();
+                    assert_eq!(mode & 0o7777, 0o700, "{copies}");
+                }
+            })
+            .await;
             done.send(()).unwrap();
         });
         is_done.recv().expect("a check has failed: its message is above");
