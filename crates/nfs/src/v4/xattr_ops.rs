@@ -15,7 +15,7 @@ const VALUE_DECODED_MAX: u32 = 1 << 20;
 fn get_name<'b>(d: &mut Decoder<'b>) -> Done<&'b [u8]> {
     let name = d.opaque(1024)?;
     match name {
-        [] => Err(Status::INVAL.into()),
+        _ if name.is_empty() || name.contains(&0) => Err(Status::INVAL.into()),
         _ if name.len() > NAME_MAX => Err(Status::NAMETOOLONG.into()),
         _ => Ok(name),
     }
@@ -84,5 +84,24 @@ impl Compound<'_> {
         out.array(&names[begin..end], |out, name| out.opaque(name));
         out.bool(end == names.len());
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_those_that_every_file_system_can_have() {
+        let name_of = |name: &[u8]| {
+            let mut out = Encoder::new();
+            out.opaque(name);
+            get_name(&mut Decoder::new(&out.to_bytes())).map(drop).map_err(|failure| failure.status)
+        };
+        assert_eq!((name_of(b"a"), name_of(&[b'a'; NAME_MAX])), (Ok(()), Ok(())));
+        for wrong in [&b""[..], b"\0", b"a\0", b"a\0b"] {
+            assert_eq!(name_of(wrong), Err(Status::INVAL));
+        }
+        assert_eq!(name_of(&[b'a'; NAME_MAX + 1]), Err(Status::NAMETOOLONG));
     }
 }
