@@ -12,3 +12,6 @@ pub use nfs4::{Ace, AceType, Inexact, Who};
 pub(crate) use nfs4::{flag, from_aces, to_aces};
 pub(crate) use posix::tag;
 pub use posix::{Acl, BadAcl, PosixAcl};
+
+/// Entries of lists that are as much work as an operation.
+pub(crate) const ENTRIES_OF_UNIT: usize = 16;

@@ -6,7 +6,7 @@ use super::numbered_ops::is_numbered;
 use super::session::{CACHED_MAX, OPERATIONS_MAX, Session, Turn};
 use super::status::Status;
 use super::{MINOR_VERSIONS, Server, op};
-use crate::acl::{Acl, PosixAcl, to_aces};
+use crate::acl::{Acl, ENTRIES_OF_UNIT, PosixAcl, to_aces};
 use crate::file_system::{As, Attributes, Kind, Time, Usage};
 use crate::identity::subvolume_number;
 use crate::security::SecuritySet;
@@ -643,7 +643,9 @@ impl<'a> Compound<'a> {
                 Object::Root => Acl { access: PosixAcl::from_mode(attributes.mode), default: None },
                 Object::File(target) => target.share.files.acl(&target.file).await?,
             };
-            Some(to_aces(&acl, attributes.kind == Kind::Directory))
+            let aces = to_aces(&acl, attributes.kind == Kind::Directory);
+            slices::spend(aces.len() / ENTRIES_OF_UNIT).await;
+            Some(aces)
         } else {
             None
         };

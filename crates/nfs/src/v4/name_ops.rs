@@ -4,7 +4,7 @@ use super::attributes::{self, SaidAce, Wanted};
 use super::bitmap::Bitmap;
 use super::compound::{Compound, Done, Failure, Object, fsid, get_name, put_change_info, user};
 use super::status::Status;
-use crate::acl::{Ace, from_aces};
+use crate::acl::{Ace, ENTRIES_OF_UNIT, from_aces};
 use crate::delegations::Change;
 use crate::file_system::{Attributes, Entry, Kind, Make, Rights, Room, Usage};
 use crate::share::{HandleError, Target};
@@ -14,6 +14,7 @@ use rustix::io::Errno;
 use thruway_rpc::server::BULK_MAX;
 use thruway_rpc::xdr::{Bulk, Decoder, Encoder};
 use thruway_server::Body;
+use thruway_server::slices;
 
 /// Bits of ACCESS.
 mod access {
@@ -201,7 +202,10 @@ impl<'a> Compound<'a> {
         let stateid = self.get_stateid(d)?;
         let mut wanted = self.get_changes(d).await?;
         let aces = match wanted.acl.take() {
-            Some(said) => Some(self.look_up_all(said).await?),
+            Some(said) => {
+                slices::spend(said.len() / ENTRIES_OF_UNIT).await;
+                Some(self.look_up_all(said).await?)
+            }
             None => None,
         };
         let target = self.writable()?;

@@ -92,6 +92,35 @@ fn operations_are_where_they_may_be() {
     }
 }
 
+/// Units of work of these operations on a share in memory.
+fn units_of(count: u32, operations: Vec<u8>) -> (u32, u64) {
+    let reactors = thruway_engine::Reactors::start(Some(1)).unwrap();
+    let (done, is_done) = std::sync::mpsc::channel();
+    reactors.handles()[0].spawn(move || async move {
+        let mut client = Client::new();
+        let host = thruway_tcp::Origin::of_host([10, 0, 0, 1].into());
+        let work = async {
+            let before = thruway_server::slices::counted();
+            let (status, _) = status(&client.in_session(count, &operations));
+            (status, thruway_server::slices::counted() - before)
+        };
+        done.send(thruway_server::caller::on_behalf_of(host, work).await).unwrap();
+    });
+    is_done.recv().expect("a check has failed: its message is above")
+}
+
+#[test]
+fn a_long_access_control_list_is_as_much_work_as_many_operations() {
+    let set_acl = |entries: u32| {
+        let named = (0..entries).map(|n| [words(&[0, 0, 1]), opaque((1000 + n).to_string().as_bytes())].concat());
+        let list = [words(&[entries]), named.collect::<Vec<_>>().concat()].concat();
+        let set = words(&[op::SETATTR, 0, 0, 0, 0, 1, 1 << 12]);
+        [in_share(), set, opaque(&list)].concat()
+    };
+    let ((_, short), (_, long)) = (units_of(3, set_acl(1)), units_of(3, set_acl(1000)));
+    assert_eq!(long, short + 1000 / 16);
+}
+
 #[test]
 fn the_number_of_an_exclusive_creation_opens_nobody_elses_file() {
     let mut client = Client::new();
