@@ -1,43 +1,43 @@
-//! Time that calls of this process may wait for peers which are other users.
+//! Limit on the time that calls wait for peers of other users.
 //!
-//! A call that closes, hands over or does not wait can have to wait for the peer nevertheless. A peer of the same user may hold the process up
-//! anyway. All others together may do so for [`MOST`], and later for one [`SHARE`] of the time: else one that never acts, on one connection
-//! after the other, would stop an event loop.
+//! Some calls wait for the peer where a program does not expect it: those that close a connection or hand it over, and sends that do not
+//! block. A peer of the same user can stop the process anyway. For peers of other users, all these waits of a process share one allowance:
+//! [`MOST`] at first, and then one [`SHARE`] of the time. Otherwise a peer could stop an event loop by one connection after the other.
 
 use crate::slots::Slot;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// What may be waited at once.
+/// The full allowance.
 const MOST: Duration = Duration::from_secs(2);
-/// One in so many seconds comes back.
+/// Number of seconds in which the allowance grows by one second.
 const SHARE: u64 = 100;
-/// With less than that left, no wait goes on.
+/// A wait ends when less than this is left.
 const STEP: Duration = Duration::from_millis(1);
 
-/// See the module.
+/// The allowance of a process.
 struct Allowance {
-    /// When all that has been spent will have come back, in microseconds of the monotonic clock.
+    /// Time at which the allowance is full again, in microseconds of the monotonic clock.
     back_at: AtomicU64,
 }
 
 static OTHERS: Allowance = Allowance { back_at: AtomicU64::new(0) };
 
 impl Allowance {
-    /// Spends so much. False if there is not as much left; then nothing is spent.
+    /// Takes this time from the allowance. Returns false, and takes nothing, if less is left.
     fn take(&self, now: u64, time: Duration) -> bool {
         let limit = now.saturating_add(MOST.as_micros() as u64 * SHARE);
         let spend = |back_at: u64| Some(after(back_at, now, time)).filter(|back_at| *back_at <= limit);
         self.back_at.fetch_update(Ordering::Relaxed, Ordering::Relaxed, spend).is_ok()
     }
 
-    /// Whether there is so much left.
+    /// True if this time is left.
     fn has(&self, now: u64, time: Duration) -> bool {
         let limit = now.saturating_add(MOST.as_micros() as u64 * SHARE);
         after(self.back_at.load(Ordering::Relaxed), now, time) <= limit
     }
 
-    /// Notes that so much has been spent.
+    /// Takes this time from the allowance, also if less is left.
     fn spend(&self, now: u64, time: Duration) {
         let spend = |back_at: u64| Some(after(back_at, now, time));
         let _ = self.back_at.fetch_update(Ordering::Relaxed, Ordering::Relaxed, spend);
@@ -53,25 +53,25 @@ fn now() -> u64 {
     now.tv_sec.cast_unsigned() * 1_000_000 + now.tv_nsec.cast_unsigned() / 1000
 }
 
-/// Whether a call may wait so long for such a peer now.
+/// True if the allowance has this time left.
 pub(crate) fn has(time: Duration) -> bool {
     OTHERS.has(now(), time)
 }
 
-/// A call has waited for such a peer.
+/// Takes the duration of a wait from the allowance.
 pub(crate) fn spend(time: Duration) {
     OTHERS.spend(now(), time);
 }
 
-/// Whether a call may wait so long for the peer of this connection; it is spent then.
+/// True if a call may wait this long for the peer of a connection. Takes the time from the allowance if the peer is another user's.
 pub(crate) fn may_wait(slot: &Slot, time: Duration) -> bool {
     !slot.is_others.load(Ordering::Relaxed) || OTHERS.take(now(), time)
 }
 
-/// A wait of a call for the peer of a connection, which asks again and again whether it may go on. What it takes is spent.
+/// A wait for the peer of a connection. Its duration is taken from the allowance if the peer is another user's.
 pub(crate) struct Wait<'a> {
     slot: &'a Slot,
-    /// When it has first asked.
+    /// Time of the first [`Wait::go_on`].
     begin: Option<Instant>,
     limit: Duration,
     spent: Duration,
@@ -82,14 +82,14 @@ impl Wait<'_> {
         Wait { slot, begin: None, limit, spent: Duration::ZERO }
     }
 
-    /// Whether it may go on: for the limit at most, and for others only while there is something left.
+    /// True if the wait may go on: it is within its limit, and the allowance is not used up.
     pub(crate) fn go_on(&mut self) -> bool {
         self.begin.get_or_insert_with(Instant::now);
         self.settle();
         self.elapsed() < self.limit && (!self.is_others() || has(STEP))
     }
 
-    /// For how long it has lasted.
+    /// Duration of the wait.
     pub(crate) fn elapsed(&self) -> Duration {
         self.begin.map_or(Duration::ZERO, |begin| begin.elapsed())
     }
@@ -118,7 +118,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_spent_comes_back_slowly() {
+    fn the_allowance_grows_slowly() {
         let allowance = Allowance { back_at: AtomicU64::new(0) };
         let (mut now, step) = (1_000_000_000, Duration::from_millis(100));
         let takes = |now| (0..1000).take_while(|_| allowance.take(now, step)).count();
@@ -131,10 +131,10 @@ mod tests {
         assert_eq!(takes(now), 0);
         now += 1_000_000;
         assert_eq!(takes(now), 1);
-        // Never more than at first.
+        // It is never larger than at first.
         now += 3_600_000_000;
         assert_eq!(takes(now), 20);
-        // More may have been spent than there was.
+        // `spend` takes more than there is.
         allowance.spend(now, Duration::from_secs(1));
         assert!(!allowance.has(now + 109_000_000, step) && allowance.has(now + 110_000_000, step));
     }

@@ -163,7 +163,7 @@ pub(crate) struct Local {
     /// Registrations with epoll instances; and the instance, or [`SEVERAL`] if there has been more than one since there was none.
     pub(crate) registrations: AtomicU32,
     pub(crate) instance: AtomicU32,
-    /// Calls that are registering it.
+    /// Number of calls in progress that register it.
     pub(crate) registering: AtomicU32,
     /// Where in it the registration was last found.
     pub(crate) place: AtomicU32,

@@ -309,7 +309,7 @@ fn look(slot: &'static Slot, guard: &Guard<'_>, fd: i32, calls: u32) {
     }
 }
 
-/// How long a call may wait for processes that have connected to send what they offer.
+/// Longest wait of a call for the offers of processes that have connected.
 const OFFER_PATIENCE: Duration = Duration::from_millis(200);
 /// Offers that a call takes.
 const OFFERS_AT_ONCE: usize = 16;
@@ -725,7 +725,7 @@ fn switch(number: u32, slot: &'static Slot, guard: &Guard<'_>, fd: i32) {
     connection.hold_options(slot);
     let (writer, mut reader) = (Writer::new(end), Reader::new(end, position));
     if !segment.is_relayed() {
-        // A call may have told the program of these bytes.
+        // `poll` may have reported these bytes.
         reader.set_data_until(received);
     }
     if slot.receives.load(Ordering::Relaxed) {

@@ -42,7 +42,7 @@ pub trait Tcp {
     /// Those of `ioctl(2)`.
     fn available(&self) -> io::Result<usize>;
 
-    /// Number of bytes that have ever come, with those that reading steps over: the kernel keeps an urgent byte apart.
+    /// Number of bytes received so far, with urgent bytes, which reading skips.
     ///
     /// # Errors
     /// Those of `getsockopt(2)`.

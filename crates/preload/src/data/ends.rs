@@ -108,7 +108,7 @@ pub(crate) fn honour_closed_ring(slot: &Slot, fd: c_int) -> bool {
     !matches!(writer.send_again(segment, &Connection::new(fd)), Ok(false)) || writer.awaits_return()
 }
 
-/// Longest time that a call which ends something waits for the peer, and of a sleep meanwhile.
+/// Longest wait for the peer when a connection ends, and longest sleep during it.
 const PEER_MAX: Duration = Duration::from_secs(2);
 const STEP: Duration = Duration::from_millis(100);
 
@@ -163,7 +163,7 @@ fn return_unread(slot: &Slot, fd: c_int, receiving: &mut Receiving<'_>) -> bool 
         let Ok(step) = step else { return false };
         match step {
             Step::Done => return true,
-            // A peer that is another user has two seconds in all, however it goes on.
+            // For another user the limit also applies to a peer that makes progress.
             Step::Moved if !is_others => {
                 (wait, apart) = (Wait::new(slot, PEER_MAX), Duration::from_millis(1));
             }
@@ -218,7 +218,7 @@ fn demote_for(slot: &Slot, fd: c_int, is_read: bool) -> usize {
             goes_on
         };
         left = reader.close_ring(segment, &connection, patience).unwrap_or(usize::MAX);
-        // It lasts no longer.
+        // The wait ends here.
         drop(wait);
         let is_here = !segment.is_relayed() && left != usize::MAX;
         if left > 0 && is_read && is_here && return_unread(slot, fd, &mut receiving) {

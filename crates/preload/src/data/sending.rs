@@ -96,15 +96,15 @@ const OVERFLOW: usize = 256 << 10;
 
 /// Longest total time that the non-blocking calls on a connection wait for a [`Return`](thruway_sockets::Return): returned bytes do not
 /// make the connection writable. Later calls fail at once, so that a peer which never ends its return does not stop an event loop.
-/// [`crate::allowance`] is the limit of all connections.
+/// All connections share [`crate::allowance`].
 const RETURN_MAX: Duration = Duration::from_millis(200);
-/// Time of such a wait that is spent at once.
+/// Part of the allowance that such a wait takes at a time.
 const RETURN_STEP: Duration = Duration::from_millis(1);
-/// Longest return by another user after [`crate::allowance`] has been spent. Until its end the connection may be called writable, and an event
-/// loop calls for each such connection again and again.
+/// Longest return by another user when the allowance is used up. During a return, `poll` may report the connection as writable, and an event
+/// loop calls `send` in vain.
 const RETURN_MAX_SPENT: Duration = Duration::from_millis(100);
 
-/// After so long a return the connection breaks.
+/// Longest return; then the connection breaks.
 fn return_limit(slot: &Slot) -> Duration {
     let is_spent = slot.is_others.load(Ordering::Relaxed) && !allowance::has(RETURN_STEP);
     if is_spent { RETURN_MAX_SPENT } else { CATCH_UP_MAX }
@@ -163,7 +163,7 @@ unsafe fn send_accelerated(
             if left.is_zero() || is_impatient && !may_wait() {
                 return Err(libc::EAGAIN);
             }
-            // The connection may have been called writable.
+            // `poll` may have reported the connection as writable.
             if awaits && !is_impatient && !allowance::may_wait(slot, RETURN_STEP) {
                 return Err(broken(slot, fd, &io::ErrorKind::TimedOut.into()));
             }

@@ -258,8 +258,8 @@ pub(crate) fn after_fork() {
     }
 }
 
-/// Makes the call `plain`, an `epoll_ctl`, and records what it has changed. The lock is held meanwhile: another thread may have an event
-/// before the call returns, and change the registration or close the connection then.
+/// Makes the call `plain`, which is an `epoll_ctl`, and records the change. The lock is held during the call: another thread may receive an
+/// event before the call returns, and change the registration or close the connection.
 ///
 /// # Safety
 /// `event` is null, invalid, or that of the call; it is read after the kernel has.
@@ -295,7 +295,7 @@ pub(crate) unsafe fn control(
         return data::fail(error) as c_int;
     }
     if slots::find(fd) != Some(connection) {
-        // Another thread has closed it meanwhile.
+        // Another thread closed it during the call.
         return 0;
     }
     // SAFETY: the kernel has read it, if it is not null.
@@ -406,7 +406,7 @@ pub(crate) unsafe fn control(
     0
 }
 
-/// A registration that is about to be recorded: a thread that closes the connection meanwhile waits for that.
+/// A registration in progress. A thread that closes the connection waits for its end.
 struct Expected<'a> {
     instance: &'a Instance,
     connection: u32,

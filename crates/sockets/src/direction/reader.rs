@@ -36,7 +36,7 @@ struct Begun {
 /// Private state of the end that reads. All holders of the connection share it, under one lock.
 ///
 /// Each word of the peer's is copied here and checked against the copy before it: positions and counts never go back, and a run never
-/// changes once it has begun. Bytes of the TCP connection that a call has taken for data stay data, whatever the peer's words say later. So
+/// changes once it has begun. Bytes of the TCP connection that a call has reported as data stay data. So
 /// two calls never contradict each other, and a loop over them ends. After a word that cannot be, every call fails.
 #[derive(Debug, Clone)]
 pub struct Reader {
@@ -52,9 +52,9 @@ pub struct Reader {
     /// Highest number of runs and highest position of the ring that the peer has published.
     opened: u32,
     tail: u64,
-    /// Bytes of the TCP connection up to this position are data: a caller has been told so, and may count on it.
+    /// Bytes of the TCP connection before this position are data: a call has reported them.
     told: u64,
-    /// So many unread bytes have been shown or counted.
+    /// Number of unread bytes that a call has shown or counted.
     shown_ahead: usize,
     /// Number of finished runs that the peer knows of.
     done: u32,
@@ -105,7 +105,7 @@ impl Reader {
         }
     }
 
-    /// Bytes of the TCP connection up to this position are data: they came before the peer could ring.
+    /// Bytes of the TCP connection before this position are data: they came before the peer could ring.
     pub fn set_data_until(&mut self, position: u64) {
         self.told = self.told.max(position);
     }
@@ -239,7 +239,7 @@ impl Reader {
     pub fn find(&mut self, segment: &Segment, tcp: &impl Tcp) -> Result<Found, Broken> {
         let found = self.find_next(segment, tcp)?;
         if found == Found::Nothing && self.shown_ahead > 0 {
-            // Unless something else has taken them, the peer has taken back what it had said of them.
+            // Another reader has taken these bytes, or the peer has retracted them.
             if self.available(tcp) > 0 {
                 return self.broken();
             }
@@ -259,7 +259,7 @@ impl Reader {
             let told = self.told_data(current);
             if told > 0 {
                 match self.available(tcp).min(told) {
-                    // Something else has taken them.
+                    // Another reader has taken them.
                     0 => self.told = self.position,
                     len => return Ok(Found::Tcp(len)),
                 }
@@ -301,7 +301,7 @@ impl Reader {
         self.broken()
     }
 
-    /// Number of the next bytes of the TCP connection that are known to be data, and are not of this run.
+    /// Number of bytes at the front of the TCP connection that are known to be data and do not belong to this run.
     fn told_data(&self, current: Option<Begun>) -> usize {
         let end = match current {
             None => u64::MAX,
@@ -439,7 +439,7 @@ impl Reader {
         // Before the number of doorbells, which counts each before it is sent.
         let available = self.available(tcp);
         if self.has_run(segment) {
-            // It has begun meanwhile, and may begin behind doorbells.
+            // The run is new. It may begin behind doorbells.
             return Ok(match self.find(segment, tcp)? {
                 Found::Tcp(len) => len,
                 _ => 0,
@@ -727,7 +727,7 @@ impl Reader {
             word => word,
         };
         self.is_closed = true;
-        // Bytes of the ring may come again later.
+        // Bytes of the ring may come again by TCP.
         self.shown_ahead = 0;
         if word & CLOSED == 0 {
             control.armed.store(0, Ordering::SeqCst);

@@ -11,9 +11,9 @@ use std::io;
 use std::sync::atomic::Ordering;
 use thruway_memory::shared;
 
-/// A reader that has taken so many bytes takes no more: they are more than the kernel's buffers of a connection and a ring hold.
+/// A reader with this many bytes takes no more. The kernel's buffers of a connection and a ring hold fewer.
 const MAX: usize = 32 << 20;
-/// Reads of one step: a writer that goes on in small pieces is not to keep the caller.
+/// Most reads of one step, so that a writer of small pieces does not keep the caller.
 const READS_MAX: usize = 64;
 /// Most bytes of one read.
 const PIECE: usize = 256 << 10;
@@ -56,7 +56,7 @@ impl Return {
         let Some(stopped_at) = self.stopped_at else {
             let taken = self.take(reader, segment, tcp)?;
             let stop = resent >> POSITION;
-            // Reading has stepped over an urgent byte, which the writer has counted.
+            // The writer has counted an urgent byte, which reading skips.
             let has_all = || {
                 taken == 0 && tcp.received().is_ok_and(|all| all == stop) && tcp.available().is_ok_and(|len| len == 0)
             };

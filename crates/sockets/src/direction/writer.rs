@@ -294,7 +294,7 @@ impl Writer {
             }
             let room = size - (stop.resent - begin) as usize;
             if room == 0 {
-                // A reader that returns as fast as this sends is not to keep the caller.
+                // A fast reader must not keep the caller.
                 return Ok(false);
             }
             let at = stop.resent as usize & (size - 1);
