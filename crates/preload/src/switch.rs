@@ -110,9 +110,10 @@ pub(crate) fn weigh(number: u32, fd: i32, bytes: usize) {
     let is_dear = rung * 4 >= WEIGHED * RUNG_IN_FOUR && sum < SMALL * u64::from(WEIGHED);
     if needs_doorbells && is_dear && slot.is_accelerated() && !relayed::is_relayed(slot) {
         let service = slot.service.load(Ordering::Relaxed);
-        stays(slot, fd, Reason::Doorbells, &", from here on");
-        crate::data::demote(slot, fd);
-        experience::note_rung(service);
+        if crate::data::demote_if_read(slot, fd) {
+            stays(slot, fd, Reason::Doorbells, &", from here on");
+            experience::note_rung(service);
+        }
     }
 }
 

@@ -195,18 +195,32 @@ fn return_unread(slot: &Slot, fd: c_int, receiving: &mut Receiving<'_>) -> bool 
 /// Has the whole connection go by plain TCP from here on, because something will use it that knows nothing of rings. Returns the number of
 /// bytes that are out of order on the TCP connection: the library reads them in order, other programs do not.
 pub(crate) fn demote(slot: &Slot, fd: c_int) -> usize {
-    demote_for(slot, fd, false)
+    demote_for(slot, fd, Unread::Stays).unwrap_or(0)
+}
+
+/// As [`demote`], unless the ring has unread bytes, which a call may have reported: the peer would have to send them again. False if so.
+pub(crate) fn demote_if_read(slot: &Slot, fd: c_int) -> bool {
+    demote_for(slot, fd, Unread::Keeps).is_some()
 }
 
 /// As [`demote`], before something reads the TCP connection by itself: has the peer send again bytes that are out of order there.
 pub(crate) fn demote_for_reading(slot: &Slot, fd: c_int) -> usize {
-    demote_for(slot, fd, true)
+    demote_for(slot, fd, Unread::Returns).unwrap_or(0)
 }
 
-fn demote_for(slot: &Slot, fd: c_int, is_read: bool) -> usize {
-    count(&counters().demoted, 1);
-    // How long it lasts is not counted from here on, and says nothing of others.
-    slot.service.store(0, Ordering::Relaxed);
+/// Effect of unread bytes of the ring when a connection is given up.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Unread {
+    /// The library reads them in order.
+    Stays,
+    /// The peer sends them again in order.
+    Returns,
+    /// The connection stays accelerated.
+    Keeps,
+}
+
+/// `None` if the connection stays accelerated.
+fn demote_for(slot: &Slot, fd: c_int, unread: Unread) -> Option<usize> {
     let connection = Connection::new(fd);
     let mut left = 0;
     if let Ok(Some(mut receiving)) = slot.receiving() {
@@ -217,14 +231,21 @@ fn demote_for(slot: &Slot, fd: c_int, is_read: bool) -> usize {
             pause.look(segment, fd);
             goes_on
         };
-        left = reader.close_ring(segment, &connection, patience).unwrap_or(usize::MAX);
+        let closed = match unread {
+            Unread::Keeps => reader.close_empty_ring(segment, &connection, patience).transpose(),
+            _ => Some(reader.close_ring(segment, &connection, patience)),
+        };
+        left = closed?.unwrap_or(usize::MAX);
         // The wait ends here.
         drop(wait);
         let is_here = !segment.is_relayed() && left != usize::MAX;
-        if left > 0 && is_read && is_here && return_unread(slot, fd, &mut receiving) {
+        if left > 0 && unread == Unread::Returns && is_here && return_unread(slot, fd, &mut receiving) {
             left = 0;
         }
     }
+    count(&counters().demoted, 1);
+    // How long it lasts is not counted from here on, and says nothing of others.
+    slot.service.store(0, Ordering::Relaxed);
     call_peer(slot, fd);
     enter_tcp_at_end(slot, fd);
     if !honour_before_end(slot, fd) {
@@ -234,5 +255,5 @@ fn demote_for(slot: &Slot, fd: c_int, is_read: bool) -> usize {
     if let Ok(Some(receiving)) = slot.receiving() {
         take_tcp_back(&receiving.segment, fd);
     }
-    left
+    Some(left)
 }

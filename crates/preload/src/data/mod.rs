@@ -8,7 +8,8 @@ mod receiving;
 mod sending;
 
 pub(crate) use ends::{
-    before_shutdown, demote, demote_for_reading, enter_tcp, enter_tcp_at_end, honour_closed_ring, settle,
+    before_shutdown, demote, demote_for_reading, demote_if_read, enter_tcp, enter_tcp_at_end, honour_closed_ring,
+    settle,
 };
 pub(crate) use receiving::{disarm, disarm_if_looked_at, is_readable, rearm, receive, receive_plain, unread};
 pub(crate) use sending::{may_have_blocked, send_from_file, transmit};

@@ -726,6 +726,41 @@ impl Reader {
             word if segment.is_relayed() && !self.is_closed => word & !CLOSED,
             word => word,
         };
+        self.finish_closing(segment, tcp, word, opened, patience)
+    }
+
+    /// As [`Reader::close_ring`], within a host, if the ring is empty; `None` if it is not. Bytes of the ring that a call has reported then
+    /// do not depend on the peer.
+    ///
+    /// # Errors
+    /// [`Broken`].
+    pub fn close_empty_ring(
+        &mut self,
+        segment: &Segment,
+        tcp: &impl Tcp,
+        patience: impl FnMut() -> bool,
+    ) -> Result<Option<usize>, Broken> {
+        let control = segment.control(self.direction);
+        let opened = control.opened.load(Ordering::SeqCst);
+        let word = control.tail.load(Ordering::SeqCst);
+        let is_empty = word & CLOSED == 0 && word >> POSITION == self.head && self.shown_ahead == 0;
+        let close = || control.tail.compare_exchange(word, word | CLOSED, Ordering::SeqCst, Ordering::Relaxed);
+        if segment.is_relayed() || !is_empty || close().is_err() {
+            return Ok(None);
+        }
+        self.finish_closing(segment, tcp, word, opened, patience).map(Some)
+    }
+
+    /// The ring is closed. `word`: its tail before.
+    fn finish_closing(
+        &mut self,
+        segment: &Segment,
+        tcp: &impl Tcp,
+        word: u64,
+        opened: u32,
+        mut patience: impl FnMut() -> bool,
+    ) -> Result<usize, Broken> {
+        let control = segment.control(self.direction);
         self.is_closed = true;
         // Bytes of the ring may come again by TCP.
         self.shown_ahead = 0;

@@ -558,6 +558,31 @@ fn a_peer_does_not_make_doorbells_of_data() {
     assert!(reader.discard_doorbells(&segment, &tcp));
 }
 
+/// A connection goes back to TCP by itself only while no bytes are in the ring, which the peer would have to send again.
+#[test]
+fn a_ring_with_unread_bytes_is_not_given_up() {
+    let (segment, fd) = Segment::create(RING).unwrap();
+    let other = Segment::adopt(&fd).unwrap();
+    let tcp = Fake::new(1 << 20);
+    let (mut writer, mut reader) = (Writer::new(End::Maker), Reader::new(End::Taker, 0));
+    reader.set_ready(&other, &tcp);
+    assert_eq!(send(&mut writer, &segment, &tcp, 0, 100, true), 100);
+    assert_eq!(reader.close_empty_ring(&other, &tcp, || true), Ok(None));
+    assert_eq!(receive(&mut reader, &other, &tcp, 100, true).len(), 100);
+    assert_eq!(receive(&mut reader, &other, &tcp, 60, false).len(), 60);
+    assert_eq!(reader.close_empty_ring(&other, &tcp, || true), Ok(None));
+    assert!(!reader.is_closed());
+    assert_eq!(receive(&mut reader, &other, &tcp, 60, false).len(), 40);
+    assert_eq!(reader.close_empty_ring(&other, &tcp, || true), Ok(Some(0)));
+    assert!(reader.is_closed());
+    assert_eq!(send(&mut writer, &segment, &tcp, 100, 50, true), 50);
+    let mut got = 100;
+    check(&receive(&mut reader, &other, &tcp, 100, false), &mut got, "by TCP");
+    assert_eq!(got, 150);
+    // SAFETY: nothing uses them any more.
+    unsafe { (segment.unmap(), other.unmap()) };
+}
+
 /// An urgent byte that nobody has read, which reading steps over, holds up no return.
 #[test]
 fn bytes_before_and_behind_an_urgent_one_are_returned() {
