@@ -699,6 +699,12 @@ fn registrations_change_while_another_thread_makes_them() {
     assert!(counted["accelerated"] > 1000, "{counted:?}");
 }
 
+#[test]
+fn the_last_message_of_a_peer_that_is_killed_is_read_after_another_program_was_started() {
+    let counted = counters(&compare_in_c("killed", STATS));
+    assert!(counted["accelerated"] >= 10, "{counted:?}");
+}
+
 /// Bytes behind an urgent one are read, also where the kernel counts none because the urgent one is next.
 #[test]
 fn urgent_data_and_bytes_behind_it_arrive_as_on_tcp() {

@@ -301,8 +301,8 @@ unsafe fn receive_accelerated(
                     // Why, this host's relay knows, or it has gone as well.
                     catch_up(slot, fd, true)?;
                 }
-                let has_more = is_readable(slot);
                 let is_of_the_call = matches!(error, libc::EINTR | libc::EAGAIN | libc::EBADF);
+                let has_more = is_readable(slot) || !is_of_the_call && reclaims(slot);
                 if !is_of_the_call && (has_more || sum > 0) {
                     // It comes behind what there is.
                     slot.error.store(error, Ordering::Relaxed);

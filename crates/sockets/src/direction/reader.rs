@@ -56,6 +56,9 @@ pub struct Reader {
     told: u64,
     /// Number of unread bytes that a call has shown or counted.
     shown_ahead: usize,
+    /// Those of them on the TCP connection, and its position behind the last one. Doorbells lie between them.
+    shown_tcp: u64,
+    shown_until: u64,
     /// Number of finished runs that the peer knows of.
     done: u32,
     /// The peer has written what cannot be.
@@ -92,6 +95,8 @@ impl Reader {
             tail: 0,
             told: 0,
             shown_ahead: 0,
+            shown_tcp: 0,
+            shown_until: 0,
             done: 0,
             is_broken: false,
             is_taking: false,
@@ -334,6 +339,12 @@ impl Reader {
 
     /// False if none could be discarded.
     fn discard(&mut self, tcp: &impl Tcp, bells: usize) -> bool {
+        let left = self.shown_until.saturating_sub(self.position);
+        if left > 0 && self.shown_tcp > 0 && bells as u64 > left.saturating_sub(self.shown_tcp) {
+            // The peer says that bytes are doorbells which were shown.
+            self.is_broken = true;
+            return false;
+        }
         self.begin_taking();
         let result = tcp.skip(bells);
         let discarded = self.or_keep(result).unwrap_or(0) as u64;
@@ -377,6 +388,7 @@ impl Reader {
                     if len == 0 {
                         break;
                     }
+                    self.shown_tcp = self.shown_tcp.saturating_sub(len as u64);
                     to.advance(len);
                     len
                 }
@@ -422,6 +434,7 @@ impl Reader {
             self.discarded += bells;
             len -= (bells as usize).min(len);
             self.shown_ahead = self.shown_ahead.saturating_sub(len);
+            self.shown_tcp = self.shown_tcp.saturating_sub(len as u64);
         }
         to.advance(len);
         Ok(len)
@@ -515,6 +528,7 @@ impl Reader {
     ) -> Result<(), Broken> {
         let available = self.available(tcp) as u64;
         let mut ahead = self.clone();
+        let mut visited = 0;
         for _ in 0..2 * RUNS {
             let ring = ahead.len_here(segment)?;
             if ring > 0 {
@@ -530,6 +544,7 @@ impl Reader {
             if told > 0 {
                 let taken = visit(&mut ahead, Found::Tcp(told as usize), skipped as usize) as u64;
                 ahead.position += taken;
+                visited += taken;
                 if taken < told {
                     break;
                 }
@@ -540,12 +555,17 @@ impl Reader {
             let skipped = ahead.position - self.position;
             let len = available.saturating_sub(skipped).min(end.saturating_sub(ahead.position));
             if len > 0 {
-                ahead.position += visit(&mut ahead, Found::Tcp(len as usize), skipped as usize) as u64;
+                let taken = visit(&mut ahead, Found::Tcp(len as usize), skipped as usize) as u64;
+                ahead.position += taken;
+                visited += taken;
             }
             if ahead.position != end {
                 break;
             }
             ahead.next_run();
+        }
+        if visited > 0 && ahead.position >= self.shown_until {
+            (self.shown_tcp, self.shown_until) = (visited, ahead.position);
         }
         self.error = ahead.error;
         Ok(())
@@ -763,7 +783,7 @@ impl Reader {
         let control = segment.control(self.direction);
         self.is_closed = true;
         // Bytes of the ring may come again by TCP.
-        self.shown_ahead = 0;
+        (self.shown_ahead, self.shown_tcp) = (0, 0);
         if word & CLOSED == 0 {
             control.armed.store(0, Ordering::SeqCst);
             // A peer that has gone sends nothing again.

@@ -538,6 +538,23 @@ fn a_peer_does_not_make_doorbells_of_data() {
         control.ringing.store(3, Ordering::SeqCst);
         assert_eq!(reader.find(&segment, &tcp), Err(Broken));
     }
+    // So are those before a run that begins behind them.
+    let (segment, _fd, mut reader, tcp) = begin();
+    let control = segment.control(0);
+    control.runs[0].end.store(0, Ordering::SeqCst);
+    control.tail.store(2 << POSITION, Ordering::SeqCst);
+    control.runs[1].ring.store(2, Ordering::SeqCst);
+    control.runs[1].end.store(OPEN, Ordering::SeqCst);
+    control.opened.store(2, Ordering::SeqCst);
+    tcp.send(&[1, 2, 3]);
+    assert_eq!(receive(&mut reader, &segment, &tcp, 100, true).len(), 5);
+    assert_eq!(receive(&mut reader, &segment, &tcp, 2, false).len(), 2);
+    control.runs[1].end.store(0, Ordering::SeqCst);
+    control.runs[2].ring.store(2, Ordering::SeqCst);
+    control.runs[2].start.store(100, Ordering::SeqCst);
+    control.runs[2].end.store(OPEN, Ordering::SeqCst);
+    control.opened.store(3, Ordering::SeqCst);
+    assert_eq!(reader.find(&segment, &tcp), Err(Broken));
     // They came before the ring was used.
     let (segment, _fd, mut reader, tcp) = begin();
     tcp.send(&[1, 2, 3]);
