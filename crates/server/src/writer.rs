@@ -87,7 +87,7 @@ impl Writer {
                     // that a backend lends; it is only handed to the kernel, which copies it.
                     pieces.push(IoSlice::new(unsafe { std::slice::from_raw_parts(ptr, len) }));
                 });
-                if file.is_none() {
+                if !message.body.is_file() {
                     pieces.push(IoSlice::new(&message.trailer));
                 }
             }
@@ -192,4 +192,46 @@ fn send_pieces(socket: impl AsFd, pieces: &[IoSlice<'_>], more: bool) -> io::Res
     use rustix::net::{SendAncillaryBuffer, SendFlags, sendmsg};
     let flags = if more { SendFlags::NOSIGNAL | SendFlags::MORE } else { SendFlags::NOSIGNAL };
     Ok(sendmsg(socket, pieces, &mut SendAncillaryBuffer::default(), flags)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::{Read, Seek, Write};
+    use std::sync::Arc;
+    use thruway_engine::OpenFile;
+
+    fn message(name: &str, body: Body) -> Message {
+        Message { header: name.as_bytes().into(), body, trailer: format!("/{name};").as_bytes().into() }
+    }
+
+    /// A file is sent by itself. The messages before it and behind it are whole, with their trailers.
+    #[test]
+    fn messages_beside_those_with_files_are_whole() {
+        let path = std::env::temp_dir().join(format!("thruway-writer-{}", std::process::id()));
+        let mut file = std::fs::File::options().read(true).write(true).create(true).truncate(true).open(&path).unwrap();
+        std::fs::remove_file(&path).unwrap();
+        file.write_all(b"0123456789").unwrap();
+        file.rewind().unwrap();
+        let file = Arc::new(OpenFile::from(file));
+        let lent = |offset, len| Body::Lent(Lent::File { file: Arc::clone(&file), offset, len });
+        let mut messages = vec![
+            message("a", Body::Bytes(b"one".to_vec())),
+            message("b", Body::Empty),
+            message("c", lent(2, 3)),
+            message("d", lent(0, 10)),
+            message("e", Body::Bytes(b"two".to_vec())),
+        ];
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        let (ours, mut theirs) = std::os::unix::net::UnixStream::pair().unwrap();
+        runtime.block_on(async {
+            ours.set_nonblocking(true).unwrap();
+            let stream = Plain::Unix(tokio::net::UnixStream::from_std(ours).unwrap());
+            let mut writer = Writer::new(WriteHalf::Plain(Rc::new(stream)));
+            writer.send(&mut messages).await.unwrap();
+        });
+        let mut sent = String::new();
+        theirs.read_to_string(&mut sent).unwrap();
+        assert_eq!(sent, "aone/a;b/b;c234/c;d0123456789/d;etwo/e;");
+    }
 }
