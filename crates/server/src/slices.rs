@@ -3,10 +3,16 @@
 //! Tasks of a reactor run in turn. A host with hundreds of connections and calls has hundreds of tasks, and would get hundreds of
 //! times the processor time of a host with one. Therefore each task counts its work for its host ([`caller`]). When a host has spent
 //! its slice, its tasks wait for the next round of the reactor. In each round, every host gets one slice.
+//!
+//! Work is counted in units, and by the time that it takes: an operation on much state can take as long as thousands of others. A host that
+//! has spent more than its slice waits for as many rounds as it has spent slices.
 
 use crate::caller;
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::collections::{HashMap, VecDeque};
+use std::future::poll_fn;
+use std::pin::pin;
+use std::time::{Duration, Instant};
 use thruway_engine::reactor;
 use thruway_tcp::Origin;
 use tokio::sync::oneshot;
@@ -18,6 +24,12 @@ pub const SLICE: usize = 256;
 /// Bytes of received data that count as a unit.
 pub const UNIT_BYTES: usize = 4 << 10;
 
+/// Time that counts as a unit.
+const UNIT_TIME: Duration = Duration::from_micros(20);
+
+/// Slices that a host can owe: after an operation of a second it waits no longer than after one of a third of that.
+const DEBT_MAX: usize = 64 * SLICE;
+
 /// Waiting tasks of one host that continue in one round. Each does at least one unit.
 const TASKS_OF_ROUND: usize = 8;
 
@@ -26,6 +38,8 @@ const HOSTS_MAX: usize = 1024;
 
 thread_local! {
     static ROUNDS: RefCell<Rounds> = RefCell::new(Rounds::default());
+    /// Until when the time of the running task has been counted, if it works for a host.
+    static COUNTED_UNTIL: Cell<Option<Instant>> = const { Cell::new(None) };
 }
 
 #[derive(Default)]
@@ -47,11 +61,22 @@ struct Rounds {
 
 #[derive(Default)]
 struct Host {
-    /// Units of work in `round`.
+    /// Units of work in `round`, with those of earlier rounds beyond a slice for each.
     spent: usize,
     round: u64,
+    /// Units of time that its operations have taken lately, on average.
+    cost: usize,
     /// Waiting tasks, each with the units that it begins with.
     waiting: VecDeque<(oneshot::Sender<()>, usize)>,
+}
+
+impl Host {
+    /// Pays a slice for each round since the last one.
+    fn advance(&mut self, round: u64) {
+        let rounds = usize::try_from(round - self.round).unwrap_or(usize::MAX);
+        self.spent = self.spent.saturating_sub(rounds.saturating_mul(SLICE));
+        self.round = round;
+    }
 }
 
 /// Work that asks for its place in a slice.
@@ -70,9 +95,7 @@ impl Rounds {
             self.recent = Some((host, self.hosts.remove(&host).unwrap_or_default()));
         }
         let (_, entry) = self.recent.as_mut().expect("set above");
-        if entry.round != self.number {
-            (entry.round, entry.spent) = (self.number, 0);
-        }
+        entry.advance(self.number);
         entry
     }
 
@@ -102,6 +125,14 @@ impl Rounds {
         Some(slice)
     }
 
+    /// Counts time of a host.
+    fn spend_time(&mut self, host: Origin, time: Duration) {
+        let units = (time.as_nanos() / UNIT_TIME.as_nanos()) as usize;
+        let entry = self.host(host);
+        entry.spent = (entry.spent + units).min(DEBT_MAX);
+        entry.cost = (3 * entry.cost + units) / 4;
+    }
+
     /// Begins a round. False if no task waits.
     fn begin(&mut self) -> bool {
         self.number += 1;
@@ -109,15 +140,17 @@ impl Rounds {
         let count = self.order.len();
         for host in self.order.drain(..count).collect::<Vec<_>>() {
             let Some(entry) = self.hosts.get_mut(&host) else { continue };
-            (entry.round, entry.spent) = (self.number, 0);
-            let mut continued = 0;
+            entry.advance(self.number);
+            // The time of a task is counted when it has run.
+            let (mut continued, mut expected) = (0, 0);
             while continued < TASKS_OF_ROUND
-                && entry.spent < SLICE
+                && entry.spent + expected < SLICE
                 && let Some((give, units)) = entry.waiting.pop_front()
             {
                 // Fails if the task has ended.
                 if give.send(()).is_ok() {
-                    (continued, entry.spent) = (continued + 1, entry.spent + units);
+                    (continued, expected) = (continued + 1, expected + entry.cost);
+                    entry.spent += units;
                 }
             }
             if !entry.waiting.is_empty() {
@@ -152,6 +185,7 @@ pub fn counted() -> u64 {
 
 async fn spend_as(host: Option<Origin>, work: Work, units: usize) {
     let Some(host) = host.filter(|_| reactor::node().is_some()) else { return };
+    count_time();
     let wait = ROUNDS.with_borrow_mut(|rounds| {
         let wait = rounds.spend(host, work, units)?;
         let is_first = !std::mem::replace(&mut rounds.is_running, true);
@@ -163,6 +197,52 @@ async fn spend_as(host: Option<Origin>, work: Work, units: usize) {
     }
     // Fails only when the reactor ends. The units have been counted.
     let _ = slice.await;
+}
+
+/// Counts the time of the running task for its host.
+fn count_time() {
+    let (Some(until), Some(host)) = (COUNTED_UNTIL.get(), caller::current()) else { return };
+    let now = Instant::now();
+    COUNTED_UNTIL.set(Some(now));
+    ROUNDS.with_borrow_mut(|rounds| rounds.spend_time(host, now - until));
+}
+
+/// Does work of a task for its host, and counts the time that it takes on a reactor.
+pub(crate) async fn timed<T>(work: impl Future<Output = T>) -> T {
+    let mut work = pin!(work);
+    poll_fn(|context| {
+        if reactor::node().is_none() {
+            return work.as_mut().poll(context);
+        }
+        let _time = Time::begin();
+        work.as_mut().poll(context)
+    })
+    .await
+}
+
+/// While this lives, a task works for a host.
+struct Time {
+    /// Not within other such work of the same task.
+    is_outer: bool,
+}
+
+impl Time {
+    fn begin() -> Time {
+        let is_outer = COUNTED_UNTIL.get().is_none();
+        if is_outer {
+            COUNTED_UNTIL.set(Some(Instant::now()));
+        }
+        Time { is_outer }
+    }
+}
+
+impl Drop for Time {
+    fn drop(&mut self) {
+        count_time();
+        if self.is_outer {
+            COUNTED_UNTIL.set(None);
+        }
+    }
 }
 
 /// Begins rounds until no task waits. Between two rounds, all tasks that are ready run.
@@ -237,6 +317,50 @@ mod tests {
             .await;
             assert!(done.get() > SLICE, "the first host works as well");
             tasks.iter().for_each(tokio::task::JoinHandle::abort);
+        });
+    }
+
+    /// Operations that take long count by their time, and a host owes what it has spent beyond its slice.
+    #[test]
+    fn long_operations_count_as_many() {
+        let mut rounds = Rounds::default();
+        assert!(rounds.spend(host(1), Work::New, 1).is_none());
+        rounds.spend_time(host(1), 10 * UNIT_TIME * SLICE as u32);
+        let mut waits = rounds.spend(host(1), Work::New, 1).expect("it waits");
+        let mut others = rounds.spend(host(1), Work::New, 1).expect("it waits");
+        for round in 0..10 {
+            assert!(waits.try_recv().is_err(), "round {round}");
+            assert!(rounds.spend(host(2), Work::New, 1).is_none(), "another host has its slice");
+            assert!(rounds.begin());
+        }
+        assert!(waits.try_recv().is_ok());
+        // One such operation is expected to take a whole slice.
+        assert!(others.try_recv().is_err());
+        assert!(rounds.begin() && others.try_recv().is_ok());
+        // Not for ever, when they are short again.
+        (0..50).for_each(|_| rounds.spend_time(host(1), Duration::ZERO));
+        assert_eq!(rounds.host(host(1)).cost, 0);
+        // The debt has a bound.
+        rounds.spend_time(host(1), Duration::from_secs(3600));
+        assert_eq!(rounds.host(host(1)).spent, DEBT_MAX);
+    }
+
+    #[test]
+    fn the_time_of_a_task_is_counted_for_its_host() {
+        on_reactor(|| async {
+            let spent = |number| ROUNDS.with_borrow_mut(|rounds| rounds.host(host(number)).spent);
+            caller::on_behalf_of(host(1), async {
+                let begin = Instant::now();
+                while begin.elapsed() < 50 * UNIT_TIME {
+                    std::hint::spin_loop();
+                }
+            })
+            .await;
+            assert!(spent(1) >= 50 && spent(2) == 0);
+            // A task that panics ends the measurement.
+            let panics = caller::on_behalf_of(host(2), async { panic!("a test") });
+            assert!(tokio::task::spawn_local(panics).await.is_err());
+            assert!(COUNTED_UNTIL.get().is_none());
         });
     }
 
