@@ -11,8 +11,8 @@ use futures_util::stream::{FuturesUnordered, StreamExt};
 use smallvec::SmallVec;
 use std::io;
 use thruway_engine::Segment;
-use thruway_server::Body;
 use thruway_server::buffers::SMALL;
+use thruway_server::{Body, slices};
 
 /// The longest parameter list.
 const PARAMETERS_MAX: usize = 64 << 10;
@@ -266,6 +266,11 @@ async fn verify_same(unit: &Unit, at: u64, len: u64, transfer: &dyn Transfer) ->
     exactly(unit.block_len.into(), transfer)?;
     let block = gather(unit.block_len as usize, transfer).await?;
     for (piece_at, piece) in chunk_ranges(at, len, unit.export.chunk) {
+        if transfer.aborted().now_or_never().is_some() {
+            return Err(Sense::DATA_PHASE);
+        }
+        // The initiator sends one block, however many are compared with it.
+        slices::spend(piece / slices::UNIT_BYTES).await;
         let there = load(unit, piece_at, piece, transfer).await?;
         for (i, found) in there.as_slice().chunks(block.len()).enumerate() {
             same(&block, found, piece_at - at + (i * block.len()) as u64)?;
