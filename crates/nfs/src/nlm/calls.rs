@@ -33,20 +33,26 @@ const CALLS: Limits = Limits { all: 128, per_origin: 4, waiting: 64 << 10, patie
 const REPLY_MAX: usize = 4 << 10;
 
 /// A lock that a client has been given and may not know of.
-type UnacknowledgedGrant = (u64, Box<[u8]>, FileIdentity, (u64, u64));
+type UnacknowledgedGrant = (GrantOwner, (u64, u64));
+
+/// An owner of such locks in a file.
+type GrantOwner = (u64, Box<[u8]>, FileIdentity);
 
 /// What its owner had locked in the range before.
 type Before = Vec<(bool, Range)>;
 
+/// Such locks by their owners and ranges: a call looks at those of one owner only.
+type Given = HashMap<GrantOwner, HashMap<(u64, u64), Before>>;
+
 /// Calls clients.
 pub(super) struct Caller {
     pub server: Arc<v4::Server>,
-    given: Mutex<HashMap<UnacknowledgedGrant, Before>>,
+    given: Mutex<Given>,
     calls: Turns,
 }
 
 fn key(client: u64, owner: &[u8], file: &FileIdentity, range: Range) -> UnacknowledgedGrant {
-    (client, owner.into(), file.clone(), (range.start, range.last))
+    ((client, owner.into(), file.clone()), (range.start, range.last))
 }
 
 /// Calls a procedure of a program that a client's rpcbind knows, when it is its host's turn.
@@ -75,7 +81,16 @@ impl Caller {
     /// A client knows what has become of this lock: it need not be called. If it was to be, what it had before.
     pub(super) fn answered(&self, client: u64, owner: &[u8], file: &FileIdentity, range: Range) -> Option<Before> {
         let mut given = self.given();
-        if given.is_empty() { None } else { given.remove(&key(client, owner, file, range)) }
+        if given.is_empty() {
+            return None;
+        }
+        let (owner, range) = key(client, owner, file, range);
+        let theirs = given.get_mut(&owner)?;
+        let before = theirs.remove(&range);
+        if theirs.is_empty() {
+            given.remove(&owner);
+        }
+        before
     }
 
     /// A client does not want a lock that it may have been given: it has what it had before.
@@ -89,15 +104,19 @@ impl Caller {
     /// An owner has given back what it had: it is not to have it again.
     pub(super) fn unlocked(&self, client: u64, owner: &[u8], file: &FileIdentity) {
         let mut given = self.given();
-        let theirs = given.iter_mut().filter(|((c, o, f, _), _)| (*c, &**o, f) == (client, owner, file));
-        theirs.for_each(|(_, before)| before.clear());
+        if given.is_empty() {
+            return;
+        }
+        let theirs = given.get_mut(&(client, owner.into(), file.clone()));
+        theirs.into_iter().flatten().for_each(|(_, before)| before.clear());
     }
 
     fn is_to_be_called(&self, given: &UnacknowledgedGrant) -> bool {
-        self.given().contains_key(given)
+        let (owner, range) = given;
+        self.given().get(owner).is_some_and(|theirs| theirs.contains_key(range))
     }
 
-    fn given(&self) -> MutexGuard<'_, HashMap<UnacknowledgedGrant, Before>> {
+    fn given(&self) -> MutexGuard<'_, Given> {
         self.given.lock().expect("no panics under the lock")
     }
 
@@ -180,7 +199,8 @@ pub(super) fn give(caller: Arc<Caller>, freed: PendingGrant) {
                     Err(refused) => Err(refused),
                     Ok(()) => {
                         // Before any call of the client finds that it has it.
-                        caller.given().insert(given.clone(), before);
+                        let (owner, range) = given.clone();
+                        caller.given().entry(owner).or_default().insert(range, before);
                         Ok(true)
                     }
                 }

@@ -627,7 +627,7 @@ impl State {
     /// These are no longer in the way of others in a file.
     pub(super) fn forget_in_file(&mut self, removed: &Removed, file: FileIdentity) {
         let Some(state) = self.files.get_mut(&file) else { return };
-        let freed = state.forget(removed);
+        let freed = state.forget(removed, &mut self.locks);
         let closed_by = state.note_closed();
         if let Some(origin) = closed_by {
             self.count_open_file(file.file_system, origin, false);

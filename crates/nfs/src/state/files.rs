@@ -4,7 +4,7 @@ use super::clients::Kind;
 use super::delegations::Delegation;
 use super::numbered::Role;
 use super::opens::Opens;
-use super::quotas::{HostCounts, weight_of};
+use super::quotas::{HostCounts, LockCounts, weight_of};
 use super::ranges::{Lock, Locks, Range};
 use super::waiting::Waiting;
 use super::{Denied, FileIdentity, GrantPermit, HELD_MAX, LOCKS_MAX, Refused, State, Stateid};
@@ -191,8 +191,14 @@ impl FileState {
         assert_eq!(self.locks_of, counted);
     }
 
-    /// Forgets what is no longer there. Returns a range that contains the locks that were released.
-    pub(super) fn forget(&mut self, removed: &Removed) -> Option<Range> {
+    #[cfg(test)]
+    pub(super) fn all_locks(&self) -> impl Iterator<Item = super::ranges::Lock> {
+        self.locks.all()
+    }
+
+    /// Forgets what is no longer there, and subtracts its locks from `all_locks`. Returns a range that contains the locks that were
+    /// released.
+    pub(super) fn forget(&mut self, removed: &Removed, all_locks: &mut LockCounts) -> Option<Range> {
         self.delegations.retain(|number| !removed.numbers.contains(number));
         for (client, owner, number) in &removed.opens {
             self.opens.remove(*client, owner, *number);
@@ -206,6 +212,7 @@ impl FileState {
         for (holder, origin) in &removed.lockers {
             let (count, range) = self.locks.release(*holder);
             self.locks_of.add(*origin, -(count as isize));
+            all_locks.add(*origin, -(count as isize));
             freed = freed.into_iter().chain(range).reduce(|all, part| all.hull(&part));
         }
         freed
@@ -662,7 +669,9 @@ impl State {
         let before = state.locks.count(number);
         let result = change(&mut state.locks);
         let after = state.locks.count(number);
-        state.locks_of.add(holder.origin, after as isize - before as isize);
+        let more = after as isize - before as isize;
+        state.locks_of.add(holder.origin, more);
+        self.locks.add(holder.origin, more);
         if (before > 0) != (after > 0) {
             let (client, owner) = (holder.client, holder.owner.clone());
             self.note_locked(client, &owner, after > 0);
@@ -776,7 +785,8 @@ impl State {
         let origin = self.origin_of(number);
         let state = self.files.get(file).expect("a file with owners of locks");
         // Both halves of a lock count.
-        if state.locks.is_inside(number, range) && !state.has_room_for_lock(origin) {
+        let has_room = || state.has_room_for_lock(origin) && self.locks.has_room(origin);
+        if state.locks.is_inside(number, range) && !has_room() {
             return Err(Status::NOSPC);
         }
         if let Some(freed) = self.change_locks(number, file, |locks| locks.unlock(number, range)) {

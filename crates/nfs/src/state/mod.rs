@@ -31,7 +31,7 @@ use self::delegations::RecentRecalls;
 use self::files::{FileState, Held};
 use self::offloads::Offload;
 use self::owners::IdleOwners;
-use self::quotas::{OpenFiles, RecallDelays, Usage};
+use self::quotas::{LockCounts, OpenFiles, RecallDelays, Usage};
 use crate::file_system::OpenGuard;
 use crate::v4::callback::Notice;
 use crate::v4::session::Session;
@@ -156,8 +156,10 @@ pub(crate) const MONITORED_MAX: usize = CLIENTS_MAX / 2;
 pub(crate) const CLIENTS_OF_HOST_MAX: usize = 64;
 /// Clients waiting for a lock in one file: beyond that the longest waiting poll.
 pub(crate) const WAITING_MAX: usize = 64;
-/// Locks in one file.
+/// Locks in one file. Quota of one host: eight times the remaining room.
 pub(crate) const LOCKS_MAX: usize = 8192;
+/// The same, in all files.
+pub(crate) const LOCKS_TOTAL_MAX: usize = 1 << 20;
 /// Files delegated to a client.
 pub(crate) const DELEGATIONS_OF_CLIENT_MAX: usize = 2048;
 /// The same, to all clients.
@@ -198,6 +200,8 @@ pub(crate) struct State {
     numbered: usize,
     /// Those that hold nothing.
     idle_owners: IdleOwners,
+    /// Locks in all files.
+    locks: LockCounts,
     /// The last file that an owner of version 4.0 has closed, and whose it was: a repeated CLOSE is still about it.
     closed: HashMap<u64, (u64, Owner)>,
     /// Clients of version 4.0 whose leases have expired, the last of them.
@@ -246,6 +250,7 @@ impl State {
             records_for_all: 0,
             numbered: 0,
             idle_owners: IdleOwners::default(),
+            locks: LockCounts::default(),
             closed: HashMap::new(),
             expired: VecDeque::new(),
             expired_state: HashSet::new(),

@@ -5,8 +5,8 @@
 
 use super::clients::{Among, Client, Kind};
 use super::{
-    CLIENTS_MAX, CLIENTS_OF_HOST_MAX, FILE_HELD_MAX, FileIdentity, HELD_TOTAL_MAX, KEPT_MAX, OWNERS_TOTAL_MAX, Refused,
-    SESSIONS_TOTAL_MAX, State,
+    CLIENTS_MAX, CLIENTS_OF_HOST_MAX, FILE_HELD_MAX, FileIdentity, HELD_TOTAL_MAX, KEPT_MAX, LOCKS_TOTAL_MAX,
+    OWNERS_TOTAL_MAX, Refused, SESSIONS_TOTAL_MAX, State,
 };
 use crate::v4::status::Status;
 use std::collections::{HashMap, VecDeque};
@@ -51,6 +51,25 @@ impl HostCounts {
     /// Host with the highest count.
     pub(super) fn most(&self) -> Option<Origin> {
         self.0.iter().max_by_key(|(_, count)| **count).map(|(host, _)| *host)
+    }
+}
+
+/// Numbers of locks.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(super) struct LockCounts {
+    all: usize,
+    of_host: HostCounts,
+}
+
+impl LockCounts {
+    pub(super) fn add(&mut self, host: Origin, more: isize) {
+        self.all = self.all.saturating_add_signed(more);
+        self.of_host.add(host, more);
+    }
+
+    /// True if a host may have another lock.
+    pub(super) fn has_room(&self, host: Origin) -> bool {
+        self.of_host.has_room(host, LOCKS_TOTAL_MAX.saturating_sub(self.all))
     }
 }
 
@@ -131,6 +150,10 @@ impl State {
     pub(super) fn check_counts(&self) {
         self.check_owners();
         use super::files::Held;
+        let mut locks = LockCounts::default();
+        let all = self.files.values().flat_map(|state| state.all_locks());
+        all.for_each(|lock| locks.add(self.origin_of(lock.holder), 1));
+        assert_eq!(self.locks, locks);
         for (file, state) in &self.files {
             let of_file: Vec<&Held> = self.held.values().filter(|held| held.file() == file).collect();
             let opens = of_file.iter().filter(|held| matches!(held, Held::Open(_))).count();
@@ -235,8 +258,11 @@ impl State {
         usage.owners = usage.owners.saturating_add_signed(more);
     }
 
-    /// Checks the quota of a host for locks of one file.
+    /// Checks the quotas of a host for locks of one file and of all files.
     pub(super) fn check_locks_in_file(&self, now: u64, origin: Origin, file: &FileIdentity) -> Result<(), Refused> {
+        if !self.locks.has_room(origin) {
+            return Err(self.full(now, Among::Clients));
+        }
         let is_free = self.files.get(file).is_none_or(|state| state.has_room_for_lock(origin));
         if is_free { Ok(()) } else { Err(self.full(now, Among::File(file.clone()))) }
     }

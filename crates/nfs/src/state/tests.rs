@@ -671,6 +671,23 @@ fn the_longest_idle_owner_goes_first() {
 }
 
 #[test]
+fn a_host_with_locks_in_many_files_keeps_no_other_out() {
+    let mut state = State::new(7, LEASE, Records::new());
+    // As if the host had all these in other files.
+    let (first, second) =
+        (client40(&mut state, "a", from("192.0.2.1")), client40(&mut state, "b", from("198.51.100.7")));
+    state.locks.add(from("192.0.2.1").origin, (LOCKS_TOTAL_MAX * 8).div_ceil(9) as isize);
+    let mut lock = |client, owner: &str| {
+        let open = open40(&mut state, client, owner, 1).unwrap();
+        let request = LockRequest::New { open, owner: owner.as_bytes().into() };
+        let permit = GrantPermit::stored(client, false);
+        state.lock(0, permit, request, &file(1), false, range(0, 10)).err()
+    };
+    assert_eq!(lock(first, "o"), Some(Refused::Status(Status::NOSPC)));
+    assert_eq!(lock(second, "p"), None);
+}
+
+#[test]
 fn an_open_that_two_users_share_proves_the_rights_of_neither() {
     let mut state = State::new(7, LEASE, Records::new());
     let a = client(&mut state, 0, "a");
