@@ -10,8 +10,8 @@
 use crate::caller;
 use std::cell::{Cell, RefCell};
 use std::collections::{HashMap, VecDeque};
-use std::future::poll_fn;
-use std::pin::pin;
+use std::pin::Pin;
+use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 use thruway_engine::reactor;
 use thruway_tcp::Origin;
@@ -207,17 +207,18 @@ fn count_time() {
     ROUNDS.with_borrow_mut(|rounds| rounds.spend_time(host, now - until));
 }
 
-/// Does work of a task for its host, and counts the time that it takes on a reactor.
-pub(crate) async fn timed<T>(work: impl Future<Output = T>) -> T {
-    let mut work = pin!(work);
-    poll_fn(|context| {
-        if reactor::node().is_none() {
-            return work.as_mut().poll(context);
-        }
-        let _time = Time::begin();
-        work.as_mut().poll(context)
-    })
-    .await
+/// Work of a task for its host, whose time on a reactor is counted. An asynchronous function would have the work twice in its memory.
+pub(crate) struct Timed<F>(pub(crate) F);
+
+impl<F: Future> Future for Timed<F> {
+    type Output = F::Output;
+
+    fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<F::Output> {
+        // SAFETY: the work is pinned with the whole, which has no other way to it.
+        let work = unsafe { self.map_unchecked_mut(|timed| &mut timed.0) };
+        let _time = reactor::node().is_some().then(Time::begin);
+        work.poll(context)
+    }
 }
 
 /// While this lives, a task works for a host.
