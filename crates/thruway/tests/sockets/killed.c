@@ -31,6 +31,8 @@ int main(void) {
         int status;
         must(pipe2(sent, O_CLOEXEC) == 0, "pipe");
         pid_t child = connect_to_child(send_last);
+        // The other program inherits the connection.
+        must(fcntl(one, F_SETFD, 0) == 0, "fcntl");
         for (int turn = 0; turn < 100; turn++) {
             must(send(one, "p", 1, 0) == 1, "send");
             exactly(one, 1);
