@@ -638,7 +638,7 @@ impl State {
         }
         let Some(state) = self.files.get(&file) else { return };
         if state.is_unused() {
-            // Nothing is locked, so nobody is left who waits.
+            // Without locks, no wait has a reason.
             if state.waiting.is_empty() {
                 self.files.remove(&file);
             } else {

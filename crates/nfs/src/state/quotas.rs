@@ -67,9 +67,13 @@ impl LockCounts {
         self.of_host.add(host, more);
     }
 
+    fn free(&self) -> usize {
+        LOCKS_TOTAL_MAX.saturating_sub(self.all)
+    }
+
     /// True if a host may have another lock.
     pub(super) fn has_room(&self, host: Origin) -> bool {
-        self.of_host.has_room(host, LOCKS_TOTAL_MAX.saturating_sub(self.all))
+        self.of_host.has_room(host, self.free())
     }
 }
 
@@ -261,7 +265,8 @@ impl State {
     /// Checks the quotas of a host for locks of one file and of all files.
     pub(super) fn check_locks_in_file(&self, now: u64, origin: Origin, file: &FileIdentity) -> Result<(), Refused> {
         if !self.locks.has_room(origin) {
-            return Err(self.full(now, Among::Clients));
+            let among = if self.locks.free() == 0 { Among::Clients } else { Among::ClientsOf(origin) };
+            return Err(self.full(now, among));
         }
         let is_free = self.files.get(file).is_none_or(|state| state.has_room_for_lock(origin));
         if is_free { Ok(()) } else { Err(self.full(now, Among::File(file.clone()))) }
