@@ -308,8 +308,12 @@ fn format() -> Result<(), String> {
     run("format", "cargo", &["fmt", "--all", "--check"])
 }
 
+fn lints_of_all() -> Result<(), String> {
+    run("lints", "cargo", &["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"])
+}
+
 fn lints() -> Result<(), String> {
-    run("lints", "cargo", &["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"])?;
+    lints_of_all()?;
     // Users can build without the benchmarks.
     let without_bench = ["clippy", "--package", "thruway", "--no-default-features", "--", "-D", "warnings"];
     run("lints without bench", "cargo", &without_bench)
@@ -344,7 +348,7 @@ fn check(steps: &mut Steps) {
 /// What finds most mistakes, in a minute: nothing is installed, no other program is started, no rights are needed.
 fn quick() -> Result<(), String> {
     format()?;
-    run("lints", "cargo", &["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"])?;
+    lints_of_all()?;
     // A tenth of the simulations.
     let fewer = [("THRUWAY_SIMULATIONS", "200")];
     run_with("unit tests", "cargo", &["test", "--workspace", "--quiet", "--lib", "--bins"], &fewer)?;

@@ -12,8 +12,8 @@ use std::time::{Duration, Instant};
 const MOST: Duration = Duration::from_secs(2);
 /// Number of seconds in which the allowance grows by one second.
 const SHARE: u64 = 100;
-/// A wait ends when less than this is left.
-const STEP: Duration = Duration::from_millis(1);
+/// A wait ends when less than this is left. Short waits take this much at a time.
+pub(crate) const STEP: Duration = Duration::from_millis(1);
 
 /// The allowance of a process.
 struct Allowance {
@@ -26,15 +26,13 @@ static OTHERS: Allowance = Allowance { back_at: AtomicU64::new(0) };
 impl Allowance {
     /// Takes this time from the allowance. Returns false, and takes nothing, if less is left.
     fn take(&self, now: u64, time: Duration) -> bool {
-        let limit = now.saturating_add(MOST.as_micros() as u64 * SHARE);
-        let spend = |back_at: u64| Some(after(back_at, now, time)).filter(|back_at| *back_at <= limit);
+        let spend = |back_at: u64| Some(after(back_at, now, time)).filter(|back_at| *back_at <= latest(now));
         self.back_at.fetch_update(Ordering::Relaxed, Ordering::Relaxed, spend).is_ok()
     }
 
     /// True if this time is left.
     fn has(&self, now: u64, time: Duration) -> bool {
-        let limit = now.saturating_add(MOST.as_micros() as u64 * SHARE);
-        after(self.back_at.load(Ordering::Relaxed), now, time) <= limit
+        after(self.back_at.load(Ordering::Relaxed), now, time) <= latest(now)
     }
 
     /// Takes this time from the allowance, also if less is left.
@@ -44,6 +42,12 @@ impl Allowance {
     }
 }
 
+/// Latest [`Allowance::back_at`]: nothing is left then.
+fn latest(now: u64) -> u64 {
+    now.saturating_add(MOST.as_micros() as u64 * SHARE)
+}
+
+/// [`Allowance::back_at`] after this time is taken.
 fn after(back_at: u64, now: u64, time: Duration) -> u64 {
     back_at.max(now).saturating_add((time.as_micros() as u64).saturating_mul(SHARE))
 }

@@ -27,7 +27,7 @@ pub const UNIT_BYTES: usize = 4 << 10;
 /// Time that counts as a unit.
 const UNIT_TIME: Duration = Duration::from_micros(20);
 
-/// Slices that a host can owe: after an operation of a second it waits no longer than after one of a third of that.
+/// Largest debt of a host, in units: a third of a second.
 const DEBT_MAX: usize = 64 * SLICE;
 
 /// Waiting tasks of one host that continue in one round. Each does at least one unit.
@@ -38,7 +38,7 @@ const HOSTS_MAX: usize = 1024;
 
 thread_local! {
     static ROUNDS: RefCell<Rounds> = RefCell::new(Rounds::default());
-    /// Until when the time of the running task has been counted, if it works for a host.
+    /// End of the counted time of the running task; `None` if the task works for no host.
     static COUNTED_UNTIL: Cell<Option<Instant>> = const { Cell::new(None) };
 }
 
@@ -61,10 +61,10 @@ struct Rounds {
 
 #[derive(Default)]
 struct Host {
-    /// Units of work in `round`, with those of earlier rounds beyond a slice for each.
+    /// Units of work in `round`, and the debt of earlier rounds.
     spent: usize,
     round: u64,
-    /// Units of time that its operations have taken lately, on average.
+    /// Moving average of the time of its tasks between two waits, in units.
     cost: usize,
     /// Waiting tasks, each with the units that it begins with.
     waiting: VecDeque<(oneshot::Sender<()>, usize)>,
@@ -207,23 +207,23 @@ fn count_time() {
     ROUNDS.with_borrow_mut(|rounds| rounds.spend_time(host, now - until));
 }
 
-/// Work of a task for its host, whose time on a reactor is counted. An asynchronous function would have the work twice in its memory.
+/// Counts the time that a task works for its host on a reactor. This is a type because an `async fn` would hold the work twice in its memory.
 pub(crate) struct Timed<F>(pub(crate) F);
 
 impl<F: Future> Future for Timed<F> {
     type Output = F::Output;
 
     fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<F::Output> {
-        // SAFETY: the work is pinned with the whole, which has no other way to it.
+        // SAFETY: the field is pinned with the value: nothing moves it out, and the type has no `Drop`.
         let work = unsafe { self.map_unchecked_mut(|timed| &mut timed.0) };
         let _time = reactor::node().is_some().then(Time::begin);
         work.poll(context)
     }
 }
 
-/// While this lives, a task works for a host.
+/// Measures the work of a task during its lifetime.
 struct Time {
-    /// Not within other such work of the same task.
+    /// False if it is nested in another one of the same task.
     is_outer: bool,
 }
 

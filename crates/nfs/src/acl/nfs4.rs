@@ -199,13 +199,13 @@ impl Firsts {
         Firsts { allow: earlier(self.allow, other.allow), deny: earlier(self.deny, other.deny) }
     }
 
-    /// What the entries grant.
+    /// Rights that the entries grant.
     fn granted(&self) -> Bits {
         let is_granted = |right: &usize| self.allow[*right] < self.deny[*right];
         (0..RIGHTS).filter(is_granted).fold(0, |all, right| all | 1 << right)
     }
 
-    /// What the entries grant to somebody whom they are certainly about, and others may be. `None` if that makes a difference.
+    /// Rights that the entries grant to a user, if the entries in `others` may apply to the user as well. `None` if these change the result.
     fn granted_with(&self, others: &Firsts) -> Option<Bits> {
         // The most and the least: with all that may grant, or deny, something.
         let most = self.and(&Firsts { deny: Firsts::NONE.deny, ..*others }).granted();
@@ -213,14 +213,14 @@ impl Firsts {
         (most == least).then_some(most)
     }
 
-    /// What the entries, which are about a group, grant to its members. That they may be members of others as well grants them more by
-    /// both kinds of lists; it must not take anything from them.
+    /// Rights that the entries of a group grant to its members. Membership of other groups adds rights by both kinds of lists; it must not
+    /// remove any.
     fn granted_to_group(&self, of_groups: &Firsts) -> Option<Bits> {
         self.granted_with(&Firsts { allow: Firsts::NONE.allow, ..*of_groups })
     }
 }
 
-/// The POSIX list that says what these entries say. Each entry is looked at once.
+/// Converts entries to the POSIX list with the same rights, in one pass.
 fn from_simple(list: impl IntoIterator<Item = Simple>) -> Result<PosixAcl, Inexact> {
     let (mut users, mut groups) = (BTreeMap::<u32, Firsts>::new(), BTreeMap::<u32, Firsts>::new());
     let (mut owner, mut group, mut everyone) = (Firsts::NONE, Firsts::NONE, Firsts::NONE);
@@ -374,7 +374,8 @@ mod tests {
     mod search {
         use super::super::*;
 
-        /// What the entries grant to somebody whom some of them are certainly about, and others may be. `None` if that makes a difference.
+        /// Rights that the entries grant to a user. `is_about` selects the entries that apply to the user, `may_be_about` those that may apply.
+        /// `None` if the latter change the result.
         fn granted(
             list: &[Simple],
             is_about: impl Fn(Who) -> bool,
@@ -397,7 +398,7 @@ mod tests {
             (most == least).then_some(most)
         }
 
-        /// The POSIX list that says what these entries say.
+        /// Converts entries to the POSIX list with the same rights.
         pub(super) fn by_each(list: &[Simple]) -> Result<PosixAcl, Inexact> {
             const EVERYONE: Who = Who::Everyone;
             let is_group = |who| matches!(who, Who::Group | Who::NamedGroup(_));

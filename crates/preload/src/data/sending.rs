@@ -98,15 +98,13 @@ const OVERFLOW: usize = 256 << 10;
 /// make the connection writable. Later calls fail at once, so that a peer which never ends its return does not stop an event loop.
 /// All connections share [`crate::allowance`].
 const RETURN_MAX: Duration = Duration::from_millis(200);
-/// Part of the allowance that such a wait takes at a time.
-const RETURN_STEP: Duration = Duration::from_millis(1);
 /// Longest return by another user when the allowance is used up. During a return, `poll` may report the connection as writable, and an event
 /// loop calls `send` in vain.
 const RETURN_MAX_SPENT: Duration = Duration::from_millis(100);
 
 /// Longest return; then the connection breaks.
 fn return_limit(slot: &Slot) -> Duration {
-    let is_spent = slot.is_others.load(Ordering::Relaxed) && !allowance::has(RETURN_STEP);
+    let is_spent = slot.is_others.load(Ordering::Relaxed) && !allowance::has(allowance::STEP);
     if is_spent { RETURN_MAX_SPENT } else { CATCH_UP_MAX }
 }
 
@@ -159,12 +157,12 @@ unsafe fn send_accelerated(
             let left = limit.map_or(Duration::from_secs(1), |limit| limit.saturating_sub(waited));
             let is_impatient = flags & libc::MSG_DONTWAIT != 0 || !waits(fd);
             let returned_for = Duration::from_millis(slot.returned_for.load(Ordering::Relaxed).into());
-            let may_wait = || awaits && returned_for < RETURN_MAX && allowance::may_wait(slot, RETURN_STEP);
-            if left.is_zero() || is_impatient && !may_wait() {
+            let may_wait = || allowance::may_wait(slot, allowance::STEP);
+            if left.is_zero() || is_impatient && !(awaits && returned_for < RETURN_MAX && may_wait()) {
                 return Err(libc::EAGAIN);
             }
             // `poll` may have reported the connection as writable.
-            if awaits && !is_impatient && !allowance::may_wait(slot, RETURN_STEP) {
+            if awaits && !is_impatient && !may_wait() {
                 return Err(broken(slot, fd, &io::ErrorKind::TimedOut.into()));
             }
             let most = if is_impatient { RETURN_MAX - returned_for } else { Duration::from_secs(1) };
