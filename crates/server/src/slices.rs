@@ -17,8 +17,8 @@ use thruway_engine::reactor;
 use thruway_tcp::Origin;
 use tokio::sync::oneshot;
 
-/// Units of work of one host in one round. A unit is a received message, 4 KiB of received data, an operation of a call, or an extent of
-/// a disk's file that is looked up.
+/// Units of work of one host in one round. A unit is a received message, 4 KiB of data that is received or is changed in memory, an
+/// operation of a call, or an extent of a disk's file that is looked up.
 pub const SLICE: usize = 256;
 
 /// Bytes of received data that count as a unit.

@@ -1,6 +1,7 @@
 //! A file system in this process's memory, of limited size; gone when the process ends.
 //!
-//! Nothing of it waits, so operations are done where they are asked for, under one lock.
+//! Nothing of it waits for I/O, so operations are done where they are asked for, under one lock. Long ones are done in steps, which count
+//! for the slice of the caller's host (`slices.rs`).
 
 mod tree;
 
@@ -13,6 +14,7 @@ use rustix::io::Errno;
 use smallvec::SmallVec;
 use std::sync::{Arc, Mutex, MutexGuard};
 use thruway_engine::Segment;
+use thruway_server::slices::{self, UNIT_BYTES};
 
 /// A file system in memory.
 #[derive(Clone)]
@@ -24,6 +26,17 @@ pub struct MemoryFileSystem {
 
 /// Most bytes that are reserved by one call.
 const RESERVE_MAX: u64 = 64 << 20;
+/// Most pages that SEEK looks at in one step.
+const LOOKED_AT_MAX: u64 = 4096;
+/// Pages that SEEK looks at as one unit of work.
+const PAGES_OF_UNIT: u64 = 64;
+/// Levels of directories that RENAME looks at as one unit of work.
+const LEVELS_OF_UNIT: usize = 16;
+
+/// Units of work of a step that changes up to `len` bytes of data.
+fn units_of_step(len: u64) -> usize {
+    len.min(tree::STEP_MAX) as usize / UNIT_BYTES
+}
 
 /// Keeps a file open.
 struct Opened {
@@ -233,11 +246,16 @@ impl FileSystem for MemoryFileSystem {
         from: (&'a FileId, &'a [u8]),
         to: (&'a FileId, &'a [u8]),
     ) -> Op<'a, ()> {
-        ready(self.with(from.0, |tree, from_dir| {
-            let to_dir = self.id(to.0)?;
-            tree.node(to_dir)?;
-            tree.rename(who, (from_dir, from.1), (to_dir, to.1))
-        }))
+        Box::pin(async move {
+            let mut levels = 0;
+            let done = self.with(from.0, |tree, from_dir| {
+                let to_dir = self.id(to.0)?;
+                tree.node(to_dir)?;
+                tree.rename(who, (from_dir, from.1), (to_dir, to.1), &mut levels)
+            });
+            slices::spend(levels / LEVELS_OF_UNIT).await;
+            done
+        })
     }
 
     fn link<'a>(&'a self, who: &'a Credentials, file: &'a FileId, dir: &'a FileId, name: &'a [u8]) -> Op<'a, ()> {
@@ -281,31 +299,56 @@ impl FileSystem for MemoryFileSystem {
     }
 
     fn seek<'a>(&'a self, user: As<'a>, file: &'a FileId, at: u64, what: Seek) -> Op<'a, u64> {
-        ready(self.with(file, |tree, id| {
-            let node = tree.node(id)?;
-            check_read(node, user)?;
-            let size = node.attributes.size;
-            if at >= size {
-                return Err(Errno::NXIO);
+        Box::pin(async move {
+            let mut next = at;
+            loop {
+                let found = self.with(file, |tree, id| {
+                    let node = tree.node(id)?;
+                    check_read(node, user)?;
+                    let size = node.attributes.size;
+                    if at >= size {
+                        return Err(Errno::NXIO);
+                    }
+                    let data = node.data()?;
+                    match what {
+                        Seek::Data => data.next_data(at).filter(|found| *found < size).map(Ok).ok_or(Errno::NXIO),
+                        Seek::Hole => Ok(data.next_hole(next, LOOKED_AT_MAX).map(|hole| hole.min(size))),
+                    }
+                })?;
+                if what == Seek::Hole {
+                    let (Ok(end) | Err(end)) = found;
+                    slices::spend((end.saturating_sub(next) / tree::PAGE / PAGES_OF_UNIT) as usize).await;
+                }
+                match found {
+                    Ok(found) => return Ok(found),
+                    Err(rest) => next = rest,
+                }
             }
-            match what {
-                Seek::Data => node.data()?.next_data(at).filter(|found| *found < size).ok_or(Errno::NXIO),
-                Seek::Hole => Ok(node.data()?.next_hole(at).min(size)),
-            }
-        }))
+        })
     }
 
     fn allocate<'a>(&'a self, user: As<'a>, file: &'a FileId, at: u64, len: u64, what: Allocate) -> Op<'a, ()> {
-        ready(self.with(file, |tree, id| {
-            check_write(tree.node(id)?, user)?;
-            tree.node(id)?.data()?;
-            match what {
-                // It would take long, and everybody waits for it.
-                Allocate::Reserve if len > RESERVE_MAX => Err(Errno::OPNOTSUPP),
-                Allocate::Reserve => tree.reserve(id, at, len),
-                Allocate::Punch => tree.punch(id, at, len),
+        Box::pin(async move {
+            if what == Allocate::Reserve && len > RESERVE_MAX {
+                return Err(Errno::OPNOTSUPP);
             }
-        }))
+            let end = at.checked_add(len).ok_or(Errno::FBIG)?;
+            let mut next = at;
+            loop {
+                slices::spend(units_of_step(end - next)).await;
+                next = self.with(file, |tree, id| {
+                    check_write(tree.node(id)?, user)?;
+                    tree.node(id)?.data()?;
+                    match what {
+                        Allocate::Reserve => tree.reserve(id, next, end),
+                        Allocate::Punch => tree.punch(id, next, end),
+                    }
+                })?;
+                if next >= end {
+                    return Ok(());
+                }
+            }
+        })
     }
 
     fn copy<'a>(
@@ -316,18 +359,21 @@ impl FileSystem for MemoryFileSystem {
         len: u64,
         shared: bool,
     ) -> Op<'a, u64> {
-        ready(self.with(from, |tree, from| {
-            let to = self.id(to)?;
-            let (source, target) = (tree.node(from)?, tree.node(to)?);
-            check_read(source, user)?;
-            check_write(target, user)?;
-            if shared {
-                return Err(Errno::OPNOTSUPP);
-            }
-            let copied = tree.copy((from, from_at), (to, to_at), len)?;
-            tree.drop_privileges(user.who, to);
-            Ok(copied)
-        }))
+        Box::pin(async move {
+            slices::spend(units_of_step(len)).await;
+            self.with(from, |tree, from| {
+                let to = self.id(to)?;
+                let (source, target) = (tree.node(from)?, tree.node(to)?);
+                check_read(source, user)?;
+                check_write(target, user)?;
+                if shared {
+                    return Err(Errno::OPNOTSUPP);
+                }
+                let copied = tree.copy((from, from_at), (to, to_at), len)?;
+                tree.drop_privileges(user.who, to);
+                Ok(copied)
+            })
+        })
     }
 
     fn xattr<'a>(&'a self, who: &'a Credentials, file: &'a FileId, name: &'a [u8]) -> Op<'a, Vec<u8>> {

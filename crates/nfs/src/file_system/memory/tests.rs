@@ -1,6 +1,8 @@
 use super::*;
 use futures_util::FutureExt;
 use thruway_engine::Segments;
+use thruway_server::caller::on_behalf_of;
+use thruway_tcp::Origin;
 
 fn now<T>(op: Op<'_, T>) -> Result<T> {
     op.now_or_never().expect("nothing in memory waits")
@@ -244,4 +246,106 @@ fn extended_attributes_are_kept_within_limits() {
     set("a", None).unwrap();
     assert_eq!((set("a", None), now(f.files.xattr(&who(1), &file, b"a"))), (Err(Errno::NODATA), Err(Errno::NODATA)));
     assert_eq!(set("c", Some((&[0; 65 << 10], SetXattr::Either))), Err(Errno::NOSPC));
+}
+
+const MIB: u64 = 1 << 20;
+
+/// Runs work for a host on a reactor of its own.
+fn on_reactor<F: Future<Output = ()>>(work: impl FnOnce() -> F + Send + 'static) {
+    let reactors = thruway_engine::Reactors::start(Some(1)).unwrap();
+    let (done, is_done) = std::sync::mpsc::channel();
+    reactors.handles()[0].spawn(move || async move {
+        on_behalf_of(host(1), work()).await;
+        done.send(()).unwrap();
+    });
+    is_done.recv().expect("a check has failed: its message is above");
+}
+
+fn host(number: u8) -> Origin {
+    Origin::of_host([10, 0, 0, number].into())
+}
+
+async fn units_of<T>(work: impl Future<Output = Result<T>>) -> u64 {
+    let before = slices::counted();
+    assert_eq!(work.await.map(drop), Ok(()));
+    slices::counted() - before
+}
+
+#[test]
+fn long_operations_are_as_much_work_as_their_length() {
+    on_reactor(|| async {
+        let files = MemoryFileSystem::new(128 * MIB);
+        let f = Fixture { root: files.root(), files };
+        let (file, other) =
+            (f.make(1, &f.root, "a", Make::NewFile).unwrap(), f.make(1, &f.root, "b", Make::NewFile).unwrap());
+        let who = who(1);
+        let user = As { who: &who, is_open: false };
+        let len = 32 * MIB;
+        let of_data = len / UNIT_BYTES as u64;
+        assert_eq!(units_of(f.files.allocate(user, &file, 0, len, Allocate::Reserve)).await, of_data);
+        assert_eq!(now(f.files.attributes(&file)).unwrap().size, len);
+        assert_eq!(units_of(f.files.seek(user, &file, 0, Seek::Hole)).await, len / tree::PAGE / PAGES_OF_UNIT);
+        let mut copied = 0;
+        while copied < len {
+            let copy = f.files.copy(user, (&file, copied), (&other, copied), len - copied, false);
+            assert_eq!(units_of(async { copy.await.inspect(|more| copied += more) }).await, 256);
+        }
+        assert_eq!(copied, len);
+        // The source of the copy is a hole now, and the target still has all pages.
+        assert_eq!(units_of(f.files.allocate(user, &file, 0, len, Allocate::Punch)).await, of_data);
+        assert_eq!(now(f.files.attributes(&file)).unwrap().used, 0);
+        let used = |file| now(f.files.attributes(file)).unwrap().used;
+        let copied = f.files.copy(user, (&file, 0), (&other, 0), len, false).await;
+        assert_eq!((copied, used(&other)), (Ok(MIB), len - MIB), "no more pages at a time");
+        // A hole is one step, however long it is.
+        assert_eq!(units_of(f.files.allocate(user, &file, 0, 1 << 50, Allocate::Punch)).await, 256);
+    });
+}
+
+#[test]
+fn others_work_between_the_steps_of_a_long_operation() {
+    on_reactor(|| async {
+        let files = MemoryFileSystem::new(128 * MIB);
+        let f = Fixture { root: files.root(), files };
+        let file = f.make(1, &f.root, "a", Make::NewFile).unwrap();
+        for what in [Allocate::Reserve, Allocate::Punch] {
+            let (files, of) = (f.files.clone(), file.clone());
+            let task = tokio::task::spawn_local(on_behalf_of(host(2), async move {
+                let who = who(1);
+                files.allocate(As { who: &who, is_open: false }, &of, 0, 32 * MIB, what).await
+            }));
+            let used = || now(f.files.attributes(&file)).unwrap().used;
+            let (mut turns, mut before) = (0, used());
+            while !task.is_finished() {
+                tokio::task::yield_now().await;
+                assert!(used().abs_diff(before) <= 2 * MIB, "{before} and then {}", used());
+                (turns, before) = (turns + 1, used());
+            }
+            task.await.unwrap().unwrap();
+            assert!(turns >= 16, "{turns}");
+        }
+    });
+}
+
+#[test]
+fn a_directory_is_not_moved_below_too_many_others() {
+    on_reactor(|| async {
+        let files = MemoryFileSystem::new(16 * MIB);
+        let f = Fixture { root: files.root(), files };
+        let mut chain = vec![f.root.clone()];
+        for _ in 0..4097 {
+            chain.push(f.make(1, chain.last().unwrap(), "d", Make::Directory).unwrap());
+        }
+        f.make(1, &f.root, "moved", Make::Directory).unwrap();
+        let who = who(1);
+        let to = |level: usize| f.files.rename(&who, (&f.root, b"moved"), (&chain[level], b"there"));
+        let before = slices::counted();
+        assert_eq!(to(4097).await, Err(Errno::NAMETOOLONG));
+        assert_eq!(slices::counted() - before, 256);
+        assert_eq!(units_of(to(160)).await, 10);
+        // Nothing is looked at for another name in the same directory.
+        f.make(1, &chain[4097], "a", Make::Directory).unwrap();
+        let within = f.files.rename(&who, (&chain[4097], b"a"), (&chain[4097], b"b"));
+        assert_eq!(units_of(within).await, 0);
+    });
 }

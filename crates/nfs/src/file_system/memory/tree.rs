@@ -5,6 +5,7 @@ use crate::file_system::exclusive_times;
 use rustix::io::Errno;
 use std::collections::{BTreeMap, HashMap};
 use std::time::{SystemTime, UNIX_EPOCH};
+use thruway_server::slices::{SLICE, UNIT_BYTES};
 
 /// Number of a file; never used again.
 pub(super) type Id = u64;
@@ -13,7 +14,7 @@ pub(super) type Id = u64;
 pub(super) const ROOT: Id = 1;
 
 /// Bytes that data is kept in.
-const PAGE: u64 = 64 << 10;
+pub(super) const PAGE: u64 = 64 << 10;
 /// What a file takes beside its data, and an entry of a directory beside its name.
 const NODE: u64 = 512;
 const ENTRY: u64 = 64;
@@ -21,8 +22,10 @@ const ENTRY: u64 = 64;
 const XATTRS_MAX: usize = 64 << 10;
 /// What an extended attribute takes beside its name and value.
 const XATTR: usize = 128;
-/// Most bytes that are copied at a time: others wait for it.
-const COPY_MAX: u64 = 1 << 20;
+/// Most bytes of data that are changed at a time, because others wait for it: as many as the slice of a host.
+pub(super) const STEP_MAX: u64 = (SLICE * UNIT_BYTES) as u64;
+/// Most levels above a directory that another one is moved to.
+const LEVELS_MAX: usize = 4096;
 /// Names of a file.
 const LINKS_MAX: u32 = 32_000;
 
@@ -136,13 +139,25 @@ impl Data {
         self.0.range(at / PAGE..).next().map(|(page, _)| at.max(page * PAGE))
     }
 
-    pub(super) fn next_hole(&self, at: u64) -> u64 {
+    /// The first hole from a position on. Looks at this many pages at most: if there is data in all of these, fails with the position
+    /// behind them.
+    pub(super) fn next_hole(&self, at: u64, looked_at_max: u64) -> std::result::Result<u64, u64> {
         let first = at / PAGE;
-        let data = self.0.range(first..).zip(first..).take_while(|((page, _), expected)| *page == expected);
-        match data.count() as u64 {
-            0 => at,
-            pages => (first + pages) * PAGE,
+        let data = self.0.range(first..).zip(first..first + looked_at_max);
+        match data.take_while(|((page, _), expected)| *page == expected).count() as u64 {
+            0 => Ok(at),
+            pages if pages == looked_at_max => Err((first + pages) * PAGE),
+            pages => Ok((first + pages) * PAGE),
         }
+    }
+
+    /// End of the first part of a range that has pages for at most [`STEP_MAX`] bytes.
+    fn end_of_step(&self, at: u64, end: u64) -> u64 {
+        if at >= end {
+            return end;
+        }
+        let mut pages = self.0.range(at / PAGE..=(end - 1) / PAGE);
+        pages.nth((STEP_MAX / PAGE) as usize).map_or(end, |(page, _)| page * PAGE)
     }
 
     fn bytes(&self) -> u64 {
@@ -497,7 +512,14 @@ impl Tree {
         Ok(())
     }
 
-    pub(super) fn rename(&mut self, who: &Credentials, from: (Id, &[u8]), to: (Id, &[u8])) -> Result<()> {
+    /// Moves an entry. Adds the levels of directories that it looks at to `levels`.
+    pub(super) fn rename(
+        &mut self,
+        who: &Credentials,
+        from: (Id, &[u8]),
+        to: (Id, &[u8]),
+        levels: &mut usize,
+    ) -> Result<()> {
         check_name(from.1)?;
         check_name(to.1)?;
         let id = self.look_up(who, from.0, from.1)?;
@@ -507,10 +529,14 @@ impl Tree {
         let is_directory = self.node(id)?.attributes.kind == Kind::Directory;
         // A directory cannot be moved into itself.
         let mut above = to.0;
-        while is_directory && above != ROOT {
+        while is_directory && from.0 != to.0 && above != ROOT {
             if above == id {
                 return Err(Errno::INVAL);
             }
+            if *levels >= LEVELS_MAX {
+                return Err(Errno::NAMETOOLONG);
+            }
+            *levels += 1;
             above = self.node(above)?.directory()?.parent;
         }
         match self.look_up(who, to.0, to.1) {
@@ -651,35 +677,43 @@ impl Tree {
         }
         let hole = data.next_data(from_at).unwrap_or(u64::MAX) - from_at;
         if hole >= len || hole > 0 {
-            let len = len.min(hole);
-            self.node(to)?.data()?;
-            let size = self.node(to)?.attributes.size;
+            let (target, size) = (self.node(to)?.data()?, self.node(to)?.attributes.size);
+            let len = target.end_of_step(to_at, to_at + len.min(hole)) - to_at;
             let size = if len == 0 { size } else { size.max(to_at + len) };
             self.change_data(to, Some(size), |data| data.clear(to_at, to_at + len))?;
             return Ok(len);
         }
-        let len = len.min(data.next_hole(from_at) - from_at).min(COPY_MAX);
+        let (Ok(hole) | Err(hole)) = data.next_hole(from_at, STEP_MAX / PAGE);
+        let len = len.min(hole - from_at).min(STEP_MAX);
         let mut bytes = vec![0; len as usize];
         data.read(from_at, &mut bytes);
         self.write(to, to_at, &bytes)?;
         Ok(len)
     }
 
-    pub(super) fn reserve(&mut self, id: Id, at: u64, len: u64) -> Result<()> {
-        let end = at.checked_add(len).filter(|end| *end <= i64::MAX as u64).ok_or(Errno::FBIG)?;
+    /// Makes pages for the first part of a range, if there is room for all of it. Returns the end of that part.
+    pub(super) fn reserve(&mut self, id: Id, at: u64, end: u64) -> Result<u64> {
+        if end > i64::MAX as u64 {
+            return Err(Errno::FBIG);
+        }
         let node = self.node(id)?;
         self.check_room(node.data()?.missing(at, end).saturating_mul(PAGE))?;
-        let size = node.attributes.size.max(end);
+        let next = end.min((at / PAGE).saturating_mul(PAGE).saturating_add(STEP_MAX));
+        // The size changes when all is reserved.
+        let size = if next == end { node.attributes.size.max(end) } else { node.attributes.size };
         self.change_data(id, Some(size), |data| {
-            (at / PAGE..end.div_ceil(PAGE)).for_each(|page| {
+            (at / PAGE..next.div_ceil(PAGE)).for_each(|page| {
                 data.page(page);
             })
-        })
+        })?;
+        Ok(next)
     }
 
-    pub(super) fn punch(&mut self, id: Id, at: u64, len: u64) -> Result<()> {
-        let end = at.checked_add(len).ok_or(Errno::FBIG)?;
-        self.change_data(id, None, |data| data.clear(at, end))
+    /// Makes the first part of a range a hole. Returns the end of that part.
+    pub(super) fn punch(&mut self, id: Id, at: u64, end: u64) -> Result<u64> {
+        let next = self.node(id)?.data()?.end_of_step(at, end);
+        self.change_data(id, None, |data| data.clear(at, next))?;
+        Ok(next)
     }
 
     pub(super) fn set_xattr(
