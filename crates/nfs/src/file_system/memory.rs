@@ -46,6 +46,7 @@ struct Opened {
 
 impl Drop for Opened {
     fn drop(&mut self) {
+        // What is removed by this is freed by the next operation.
         self.tree.lock().expect("no panics under the lock").close(self.id);
     }
 }
@@ -65,6 +66,14 @@ impl MemoryFileSystem {
         self.tree.lock().expect("no panics under the lock")
     }
 
+    /// Frees the data of files that are gone or truncated, in steps.
+    async fn free_removed(&self) {
+        while self.lock().has_removed() {
+            slices::spend(slices::SLICE).await;
+            self.lock().free_step();
+        }
+    }
+
     fn file_id(&self, id: Id) -> FileId {
         let mut bytes = SmallVec::new();
         bytes.extend_from_slice(&id.to_be_bytes());
@@ -79,6 +88,14 @@ impl MemoryFileSystem {
 
     fn attributes_of(&self, node: &Node) -> Attributes {
         Attributes { fsid: self.fsid(), ..node.attributes }
+    }
+
+    /// The result of an operation that may have removed data, when that is freed.
+    fn freeing<'a, T: 'a>(&'a self, result: Result<T>) -> Op<'a, T> {
+        Box::pin(async move {
+            self.free_removed().await;
+            result
+        })
     }
 
     /// Does something with a file.
@@ -120,7 +137,7 @@ impl FileSystem for MemoryFileSystem {
         set: SetAttributes,
         guard: Option<Time>,
     ) -> Op<'a, Attributes> {
-        ready(self.with(file, |tree, id| {
+        self.freeing(self.with(file, |tree, id| {
             if guard.is_some_and(|guard| tree.node(id).is_ok_and(|node| node.attributes.changed != guard)) {
                 return Err(Errno::AGAIN);
             }
@@ -230,14 +247,14 @@ impl FileSystem for MemoryFileSystem {
         what: Make,
         set: SetAttributes,
     ) -> Op<'a, (FileId, Attributes)> {
-        ready(self.with(dir, |tree, dir| {
+        self.freeing(self.with(dir, |tree, dir| {
             let made = tree.make(who, dir, name, what, set)?;
             Ok((self.file_id(made), self.attributes_of(tree.node(made)?)))
         }))
     }
 
     fn remove<'a>(&'a self, who: &'a Credentials, dir: &'a FileId, name: &'a [u8], is_directory: bool) -> Op<'a, ()> {
-        ready(self.with(dir, |tree, dir| tree.remove(who, dir, name, is_directory)))
+        self.freeing(self.with(dir, |tree, dir| tree.remove(who, dir, name, is_directory)))
     }
 
     fn rename<'a>(
@@ -254,6 +271,7 @@ impl FileSystem for MemoryFileSystem {
                 tree.rename(who, (from_dir, from.1), (to_dir, to.1), &mut levels)
             });
             slices::spend(levels / LEVELS_OF_UNIT).await;
+            self.free_removed().await;
             done
         })
     }
@@ -333,6 +351,7 @@ impl FileSystem for MemoryFileSystem {
                 return Err(Errno::OPNOTSUPP);
             }
             let end = at.checked_add(len).ok_or(Errno::FBIG)?;
+            self.free_removed().await;
             let mut next = at;
             loop {
                 slices::spend(units_of_step(end - next)).await;

@@ -328,6 +328,43 @@ fn others_work_between_the_steps_of_a_long_operation() {
 }
 
 #[test]
+fn data_is_removed_in_steps() {
+    on_reactor(|| async {
+        let files = MemoryFileSystem::new(64 * MIB);
+        let f = Fixture { root: files.root(), files };
+        let who = who(1);
+        let user = As { who: &who, is_open: false };
+        let [empty, len] = [now(f.files.usage()).unwrap().bytes_free, 32 * MIB];
+        let of_data = len / UNIT_BYTES as u64;
+        let fill = async |name: &str| {
+            let file = f.make(1, &f.root, name, Make::NewFile).unwrap();
+            f.files.allocate(user, &file, 0, len, Allocate::Reserve).await.unwrap();
+            file
+        };
+        let file = fill("a").await;
+        let shorter = SetAttributes { size: Some(5), ..SetAttributes::default() };
+        assert_eq!(units_of(f.files.set_attributes(user, &file, shorter, None)).await, of_data);
+        let attributes = now(f.files.attributes(&file)).unwrap();
+        assert_eq!((attributes.size, attributes.used), (5, tree::PAGE));
+        f.files.allocate(user, &file, 0, len, Allocate::Reserve).await.unwrap();
+        assert_eq!(units_of(f.files.remove(&who, &f.root, b"a", false)).await, of_data);
+        assert_eq!(now(f.files.usage()).unwrap().bytes_free, empty);
+        // Another file may take the place of data that waits to be freed.
+        let file = fill("a").await;
+        let (guard, _) = f.files.open(&who, &file, Rights::default()).await.unwrap();
+        f.files.remove(&who, &f.root, b"a", false).await.unwrap();
+        let other = f.make(1, &f.root, "b", Make::NewFile).unwrap();
+        let empty = empty - 512 - 64 - 1;
+        drop(guard);
+        assert!(f.files.lock().has_removed(), "it is freed later");
+        assert_eq!(now(f.files.usage()).unwrap().bytes_free, empty);
+        let allocated = units_of(f.files.allocate(user, &other, 0, 60 * MIB, Allocate::Reserve)).await;
+        assert_eq!(allocated, of_data + 60 * MIB / UNIT_BYTES as u64);
+        assert_eq!(now(f.files.usage()).unwrap().bytes_free, empty - 60 * MIB);
+    });
+}
+
+#[test]
 fn a_directory_is_not_moved_below_too_many_others() {
     on_reactor(|| async {
         let files = MemoryFileSystem::new(16 * MIB);

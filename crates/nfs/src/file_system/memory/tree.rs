@@ -62,7 +62,10 @@ pub(super) struct Tree {
     nodes: HashMap<Id, Node>,
     next: Id,
     bytes: u64,
+    /// Includes `removed`.
     used: u64,
+    /// Data of files that are gone or truncated, which [`Tree::free_step`] frees.
+    removed: Vec<Data>,
 }
 
 fn now() -> Time {
@@ -265,7 +268,7 @@ impl Node {
 
 impl Tree {
     pub(super) fn new(bytes: u64) -> Tree {
-        let mut tree = Tree { nodes: HashMap::new(), next: ROOT, bytes, used: 0 };
+        let mut tree = Tree { nodes: HashMap::new(), next: ROOT, bytes, used: 0, removed: Vec::new() };
         let root = Credentials { uid: 0, gid: 0, groups: Vec::new() };
         tree.add(&root, Kind::Directory, 0o1777, Content::Directory(Directory::new(ROOT)));
         tree.nodes.get_mut(&ROOT).expect("the first").attributes.links = 2;
@@ -308,7 +311,8 @@ impl Tree {
     }
 
     pub(super) fn usage(&self) -> Usage {
-        let free = self.bytes.saturating_sub(self.used);
+        let removed: u64 = self.removed.iter().map(Data::bytes).sum();
+        let free = self.bytes.saturating_sub(self.used - removed);
         let files = self.nodes.len() as u64;
         Usage {
             bytes: self.bytes,
@@ -319,7 +323,27 @@ impl Tree {
         }
     }
 
-    fn check_room(&self, bytes: u64) -> Result<()> {
+    pub(super) fn has_removed(&self) -> bool {
+        !self.removed.is_empty()
+    }
+
+    /// Frees one step of the data that was removed.
+    pub(super) fn free_step(&mut self) {
+        let Some(data) = self.removed.last_mut() else { return };
+        let before = data.bytes();
+        for _ in 0..STEP_MAX / PAGE {
+            data.0.pop_last();
+        }
+        self.used -= before - data.bytes();
+        if data.0.is_empty() {
+            self.removed.pop();
+        }
+    }
+
+    fn check_room(&mut self, bytes: u64) -> Result<()> {
+        while self.used.saturating_add(bytes) > self.bytes && !self.removed.is_empty() {
+            self.free_step();
+        }
         if self.used.saturating_add(bytes) > self.bytes { Err(Errno::NOSPC) } else { Ok(()) }
     }
 
@@ -341,7 +365,12 @@ impl Tree {
         if self.nodes.get(&id).is_none_or(|node| node.attributes.links > 0 || node.opens > 0) {
             return;
         }
-        let node = self.nodes.remove(&id).expect("it has just been there");
+        let mut node = self.nodes.remove(&id).expect("it has just been there");
+        if let Content::Data(data) = &mut node.content
+            && data.bytes() > STEP_MAX
+        {
+            self.removed.push(std::mem::take(data));
+        }
         self.used -= node.weight();
     }
 
@@ -654,13 +683,20 @@ impl Tree {
         if size > i64::MAX as u64 {
             return Err(Errno::FBIG);
         }
+        let data = self.node_mut(id)?.data_mut()?;
+        let behind = size.div_ceil(PAGE);
+        if data.end_of_step(size, u64::MAX) < u64::MAX {
+            // No file has these pages any more, but they are still counted.
+            let removed = Data(data.0.split_off(&behind));
+            self.removed.push(removed);
+        }
         self.change_data(id, Some(size), |data| data.clear(size, u64::MAX))
     }
 
     pub(super) fn write(&mut self, id: Id, at: u64, bytes: &[u8]) -> Result<()> {
         let end = at.checked_add(bytes.len() as u64).filter(|end| *end <= i64::MAX as u64).ok_or(Errno::FBIG)?;
+        self.check_room(self.node(id)?.data()?.missing(at, end) * PAGE)?;
         let node = self.node(id)?;
-        self.check_room(node.data()?.missing(at, end) * PAGE)?;
         let size = if bytes.is_empty() { node.attributes.size } else { node.attributes.size.max(end) };
         self.change_data(id, Some(size), |data| data.write(at, bytes))
     }
@@ -696,8 +732,8 @@ impl Tree {
         if end > i64::MAX as u64 {
             return Err(Errno::FBIG);
         }
+        self.check_room(self.node(id)?.data()?.missing(at, end).saturating_mul(PAGE))?;
         let node = self.node(id)?;
-        self.check_room(node.data()?.missing(at, end).saturating_mul(PAGE))?;
         let next = end.min((at / PAGE).saturating_mul(PAGE).saturating_add(STEP_MAX));
         // The size changes when all is reserved.
         let size = if next == end { node.attributes.size.max(end) } else { node.attributes.size };
@@ -723,7 +759,7 @@ impl Tree {
         name: &[u8],
         value: Option<(&[u8], SetXattr)>,
     ) -> Result<()> {
-        let room = self.bytes.saturating_sub(self.used);
+        let room = self.usage().bytes_free;
         let node = self.node_mut(id)?;
         let before = node.weight();
         match node.attributes.kind {
