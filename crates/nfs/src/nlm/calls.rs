@@ -4,7 +4,7 @@ use super::wire::{self, Lock, Status, Test};
 use super::{AGAIN_AFTER, PROGRAM, VERSION, procedure};
 use crate::identity::FileIdentity;
 use crate::nsm;
-use crate::state::{Host, PendingGrant, Range, Refused, State};
+use crate::state::{Host, HostCounts, PendingGrant, Range, Refused, State};
 use crate::v4;
 use crate::v4::status::Status as V4;
 use std::collections::HashMap;
@@ -32,27 +32,97 @@ const CALLS: Limits = Limits { all: 128, per_origin: 4, waiting: 64 << 10, patie
 /// Longest reply, in bytes.
 const REPLY_MAX: usize = 4 << 10;
 
-/// A lock that a client has been given and may not know of.
-type UnacknowledgedGrant = (GrantOwner, (u64, u64));
+/// Most grants in progress: locks that are being given after a wait, until their clients acknowledge them. Quota of one host: eight times
+/// the remaining room.
+const GRANTS_MAX: usize = 16 << 10;
 
-/// An owner of such locks in a file.
-type GrantOwner = (u64, Box<[u8]>, FileIdentity);
+/// An owner of locks in a file.
+type LockOwner = (u64, Box<[u8]>, FileIdentity);
 
-/// What its owner had locked in the range before.
+/// What an owner had locked in a range before it was given that range.
 type Before = Vec<(bool, Range)>;
-
-/// Such locks by their owners and ranges: a call looks at those of one owner only.
-type Given = HashMap<GrantOwner, HashMap<(u64, u64), Before>>;
 
 /// Calls clients.
 pub(super) struct Caller {
     pub server: Arc<v4::Server>,
-    given: Mutex<Given>,
+    grants: Mutex<Grants>,
     calls: Turns,
 }
 
-fn key(client: u64, owner: &[u8], file: &FileIdentity, range: Range) -> UnacknowledgedGrant {
-    ((client, owner.into(), file.clone()), (range.start, range.last))
+/// Locks that clients have been given after a wait and may not know of.
+#[derive(Default)]
+struct Grants {
+    of_owner: HashMap<LockOwner, OwnerGrants>,
+    in_progress: HostCounts,
+}
+
+/// Unacknowledged grants of one owner in one file.
+#[derive(Default)]
+struct OwnerGrants {
+    /// Number of times that the owner has unlocked any of the file since the first of these grants.
+    unlocks: u64,
+    /// By first and last byte: `unlocks` at the time of the grant, and what the owner had before.
+    ranges: HashMap<(u64, u64), (u64, Before)>,
+}
+
+impl Grants {
+    fn has_room(&self, origin: Origin) -> bool {
+        self.in_progress.has_room(origin, GRANTS_MAX.saturating_sub(self.in_progress.total()))
+    }
+
+    fn insert(&mut self, owner: LockOwner, range: Range, before: Before) {
+        let grants = self.of_owner.entry(owner).or_default();
+        grants.ranges.insert((range.start, range.last), (grants.unlocks, before));
+    }
+
+    fn contains(&self, owner: &LockOwner, range: Range) -> bool {
+        self.of_owner.get(owner).is_some_and(|grants| grants.ranges.contains_key(&(range.start, range.last)))
+    }
+
+    /// Removes a grant. Returns what its owner had before: nothing if the owner has unlocked any of the file since.
+    fn remove(&mut self, owner: &LockOwner, range: Range) -> Option<Before> {
+        let grants = self.of_owner.get_mut(owner)?;
+        let (unlocks, before) = grants.ranges.remove(&(range.start, range.last))?;
+        let before = if unlocks == grants.unlocks { before } else { Before::new() };
+        if grants.ranges.is_empty() {
+            self.of_owner.remove(owner);
+        }
+        Some(before)
+    }
+
+    fn unlocked(&mut self, owner: &LockOwner) {
+        if let Some(grants) = self.of_owner.get_mut(owner) {
+            grants.unlocks += 1;
+        }
+    }
+}
+
+/// A grant in progress, which is counted until this is dropped.
+struct GrantInProgress {
+    caller: Arc<Caller>,
+    origin: Origin,
+}
+
+impl GrantInProgress {
+    /// Counts a grant; `None` if the quota of the host is used up.
+    fn begin(caller: &Arc<Caller>, origin: Origin) -> Option<GrantInProgress> {
+        let mut grants = caller.grants();
+        if !grants.has_room(origin) {
+            return None;
+        }
+        grants.in_progress.add(origin, 1);
+        Some(GrantInProgress { caller: Arc::clone(caller), origin })
+    }
+}
+
+impl Drop for GrantInProgress {
+    fn drop(&mut self) {
+        self.caller.grants().in_progress.add(self.origin, -1);
+    }
+}
+
+fn lock_owner(client: u64, owner: &[u8], file: &FileIdentity) -> LockOwner {
+    (client, owner.into(), file.clone())
 }
 
 /// Calls a procedure of a program that a client's rpcbind knows, when it is its host's turn.
@@ -75,22 +145,12 @@ const fn of(procedure: u32) -> Procedure {
 
 impl Caller {
     pub(super) fn new(server: Arc<v4::Server>) -> Caller {
-        Caller { server, given: Mutex::default(), calls: Turns::new(CALLS) }
+        Caller { server, grants: Mutex::default(), calls: Turns::new(CALLS) }
     }
 
     /// A client knows what has become of this lock: it need not be called. If it was to be, what it had before.
     pub(super) fn answered(&self, client: u64, owner: &[u8], file: &FileIdentity, range: Range) -> Option<Before> {
-        let mut given = self.given();
-        if given.is_empty() {
-            return None;
-        }
-        let (owner, range) = key(client, owner, file, range);
-        let theirs = given.get_mut(&owner)?;
-        let before = theirs.remove(&range);
-        if theirs.is_empty() {
-            given.remove(&owner);
-        }
-        before
+        self.grants().remove(&lock_owner(client, owner, file), range)
     }
 
     /// A client does not want a lock that it may have been given: it has what it had before.
@@ -103,21 +163,16 @@ impl Caller {
 
     /// An owner has given back what it had: it is not to have it again.
     pub(super) fn unlocked(&self, client: u64, owner: &[u8], file: &FileIdentity) {
-        let mut given = self.given();
-        if given.is_empty() {
-            return;
-        }
-        let theirs = given.get_mut(&(client, owner.into(), file.clone()));
-        theirs.into_iter().flatten().for_each(|(_, before)| before.clear());
+        self.grants().unlocked(&lock_owner(client, owner, file));
     }
 
-    fn is_to_be_called(&self, given: &UnacknowledgedGrant) -> bool {
-        let (owner, range) = given;
-        self.given().get(owner).is_some_and(|theirs| theirs.contains_key(range))
+    /// True if a client of this host may wait for another lock.
+    pub(super) fn has_room_for_grant(&self, host: &Host) -> bool {
+        self.grants().has_room(Origin::of_host(host.address))
     }
 
-    fn given(&self) -> MutexGuard<'_, Given> {
-        self.given.lock().expect("no panics under the lock")
+    fn grants(&self) -> MutexGuard<'_, Grants> {
+        self.grants.lock().expect("no panics under the lock")
     }
 
     /// Calls a client with the answer to one of its calls. A client that gets none calls again.
@@ -168,10 +223,15 @@ async fn notify(host: &Host, start: u32, calls: &Turns) {
 
 /// Gives a client a lock that it waits for, if it is free.
 pub(super) fn give(caller: Arc<Caller>, freed: PendingGrant) {
+    let Some(in_progress) = GrantInProgress::begin(&caller, Origin::of_host(freed.host.address)) else {
+        // The client asks again.
+        return tracing::debug!(host = %freed.host.address, "too many locks of this host have not been acknowledged");
+    };
     reactor::start(async move {
+        let _in_progress = in_progress;
         let server = &caller.server;
         let PendingGrant { client, ref host, ref owner, ref file, ref handle, is_write, range, since } = freed;
-        let given = key(client, owner, file, range);
+        let given = lock_owner(client, owner, file);
         let mut again_after = AGAIN_AFTER;
         // Until it has restarted, or has got the lock by a call of its own.
         while server.state(|state, _| state.known_host(host) == Some(client)) {
@@ -199,8 +259,7 @@ pub(super) fn give(caller: Arc<Caller>, freed: PendingGrant) {
                     Err(refused) => Err(refused),
                     Ok(()) => {
                         // Before any call of the client finds that it has it.
-                        let (owner, range) = given.clone();
-                        caller.given().entry(owner).or_default().insert(range, before);
+                        caller.grants().insert(given.clone(), range, before);
                         Ok(true)
                     }
                 }
@@ -223,14 +282,14 @@ pub(super) fn give(caller: Arc<Caller>, freed: PendingGrant) {
 }
 
 /// Calls a client that has a lock (NLM_GRANTED), until it has answered or has given the lock back.
-async fn call_with_lock(caller: &Caller, freed: &PendingGrant, given: &UnacknowledgedGrant) {
+async fn call_with_lock(caller: &Caller, freed: &PendingGrant, given: &LockOwner) {
     let PendingGrant { client, host, owner, file, handle, is_write, range, .. } = freed;
     let (process, own) = wire::owner_of(owner);
     let (offset, len) = (range.start, wire::len_of(*range));
     let lock = Lock { caller: &host.name, handle, owner: own, process, offset, len };
     let cookie = thruway_engine::random::random::<8>();
     let mut again_after = RETRY_AFTER;
-    while caller.is_to_be_called(given) {
+    while caller.grants().contains(given, *range) {
         if !caller.server.state(|state, _| state.has_locked(*client, owner, file, *is_write, *range)) {
             break;
         }
@@ -264,4 +323,57 @@ async fn call_with_lock(caller: &Caller, freed: &PendingGrant, given: &Unacknowl
 fn result_of(d: &mut Decoder<'_>) -> Option<Status> {
     let _cookie = wire::get_cookie(d).ok()?;
     Some(Status(d.u32().ok()?))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::file_system::FileId;
+
+    fn file(number: u8) -> FileIdentity {
+        FileIdentity { file_system: 1, file: FileId([number].into_iter().collect()) }
+    }
+
+    fn byte(at: u64) -> Range {
+        Range { start: at, last: at }
+    }
+
+    #[test]
+    fn grants_in_progress_of_a_host_have_a_quota() {
+        let (one, other) = (Origin::of_host([10, 0, 0, 1].into()), Origin::of_host([10, 0, 0, 2].into()));
+        let mut grants = Grants::default();
+        let mut begin = |origin, most: usize| {
+            let mut begun = 0;
+            while begun < most && grants.has_room(origin) {
+                grants.in_progress.add(origin, 1);
+                begun += 1;
+            }
+            begun
+        };
+        let first = begin(one, 2 * GRANTS_MAX);
+        assert!((GRANTS_MAX / 2..GRANTS_MAX).contains(&first), "{first}");
+        assert_eq!(begin(other, 64), 64, "room for others is left");
+        grants.in_progress.add(one, -(first as isize));
+        assert_eq!((grants.in_progress.total(), grants.has_room(one)), (64, true));
+    }
+
+    #[test]
+    fn an_unlock_takes_what_the_owner_had_before_in_this_file_only() {
+        let owner = |file| lock_owner(1, b"owner", file);
+        let (here, there) = (owner(&file(1)), owner(&file(2)));
+        let other = lock_owner(2, b"owner", &file(1));
+        let mut grants = Grants::default();
+        let before = vec![(false, byte(3))];
+        for known in [&here, &there, &other] {
+            grants.insert(known.clone(), byte(3), before.clone());
+        }
+        grants.unlocked(&here);
+        grants.insert(here.clone(), byte(5), vec![(true, byte(5))]);
+        assert_eq!(grants.remove(&here, byte(3)), Some(Vec::new()));
+        assert_eq!(grants.remove(&here, byte(5)), Some(vec![(true, byte(5))]), "a later grant");
+        assert_eq!(grants.remove(&there, byte(3)), Some(before.clone()), "another file");
+        assert_eq!(grants.remove(&other, byte(3)), Some(before), "another client");
+        assert!(grants.of_owner.is_empty(), "nothing is left");
+        assert!(!grants.contains(&here, byte(3)));
+    }
 }

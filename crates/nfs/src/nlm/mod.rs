@@ -155,6 +155,9 @@ impl Nlm {
                 if !args.is_waiting || !matches!(result, Err(Refused::Denied(_))) {
                     return result.map(|()| Status::GRANTED);
                 }
+                if !self.caller.has_room_for_grant(&host) {
+                    return Ok(Status::DENIED_NOLOCKS);
+                }
                 let (host, owner, file) = (host.clone(), owner.clone(), file.clone());
                 let (handle, is_write, since) = (args.lock.handle.into(), args.is_write, now);
                 let wait = PendingGrant { client, host, owner, file, handle, is_write, range, since };

@@ -23,6 +23,7 @@ pub(crate) use delegations::{Delegated, Recalled};
 pub(crate) use files::{LockRequest, Modes, OpenAs, Owner, READ, WRITE};
 pub(crate) use monitored::{Host, PendingGrant};
 pub(crate) use numbered::{Reply, Role, Turn};
+pub(crate) use quotas::HostCounts;
 pub(crate) use ranges::Range;
 pub(crate) use waiting::Waiting;
 

@@ -28,29 +28,39 @@ pub(super) struct Usage {
 
 /// Counts by host. A host with a count of 0 takes no memory.
 #[derive(Debug, Default, PartialEq, Eq)]
-pub(super) struct HostCounts(HashMap<Origin, usize>);
+pub(crate) struct HostCounts {
+    total: usize,
+    of_host: HashMap<Origin, usize>,
+}
 
 impl HostCounts {
     pub(super) fn of(&self, host: Origin) -> usize {
-        self.0.get(&host).copied().unwrap_or(0)
+        self.of_host.get(&host).copied().unwrap_or(0)
     }
 
-    pub(super) fn add(&mut self, host: Origin, more: isize) {
-        let count = self.0.entry(host).or_default();
+    /// Sum of the counts of all hosts.
+    pub(crate) fn total(&self) -> usize {
+        self.total
+    }
+
+    pub(crate) fn add(&mut self, host: Origin, more: isize) {
+        let count = self.of_host.entry(host).or_default();
+        let before = *count;
         *count = count.saturating_add_signed(more);
+        self.total = self.total - before + *count;
         if *count == 0 {
-            self.0.remove(&host);
+            self.of_host.remove(&host);
         }
     }
 
     /// True if a host may have one more while `free` are free.
-    pub(super) fn has_room(&self, host: Origin, free: usize) -> bool {
+    pub(crate) fn has_room(&self, host: Origin, free: usize) -> bool {
         is_fair(self.of(host), free)
     }
 
     /// Host with the highest count.
     pub(super) fn most(&self) -> Option<Origin> {
-        self.0.iter().max_by_key(|(_, count)| **count).map(|(host, _)| *host)
+        self.of_host.iter().max_by_key(|(_, count)| **count).map(|(host, _)| *host)
     }
 }
 
@@ -82,7 +92,6 @@ impl LockCounts {
 pub(super) struct OpenFiles {
     /// Limit of the file system, if it has one.
     max: Option<usize>,
-    all: usize,
     of_host: HostCounts,
 }
 
@@ -169,8 +178,8 @@ impl State {
         let is_there = |id: &&[u8; 16]| self.sessions.contains_key(*id);
         assert_eq!((of_clients.len(), of_clients.iter().all(is_there)), (self.sessions.len(), true), "sessions");
         let open = self.files.values().filter(|state| state.is_open()).count();
-        let counted: usize = self.open_files.values().map(|files| files.all).sum();
-        let by_host: usize = self.open_files.values().flat_map(|files| files.of_host.0.values()).sum();
+        let counted: usize = self.open_files.values().map(|files| files.of_host.total()).sum();
+        let by_host: usize = self.open_files.values().flat_map(|files| files.of_host.of_host.values()).sum();
         assert_eq!((counted, by_host), (open, open), "open files");
         let recalled = |held: &&Held| matches!(held, Held::Delegation(delegation) if delegation.is_waited_for());
         let pending: usize = self.recall_delays.values().map(|delays| delays.pending).sum();
@@ -295,16 +304,18 @@ impl State {
 
     /// Checks the quota of a host for open files of a file system, before a client opens a file that is not open yet.
     pub(super) fn check_open_files(&self, now: u64, origin: Origin, file_system: u64) -> Result<(), Refused> {
-        let Some(OpenFiles { max: Some(max), all, of_host }) = self.open_files.get(&file_system) else { return Ok(()) };
-        if of_host.has_room(origin, max.saturating_sub(*all)) { Ok(()) } else { Err(self.full(now, Among::Clients)) }
+        let Some(OpenFiles { max: Some(max), of_host }) = self.open_files.get(&file_system) else { return Ok(()) };
+        if of_host.has_room(origin, max.saturating_sub(of_host.total())) {
+            Ok(())
+        } else {
+            Err(self.full(now, Among::Clients))
+        }
     }
 
     /// Adds an open file to the counts of its file system and of this host (`is_open`), or removes it from them.
     pub(super) fn count_open_file(&mut self, file_system: u64, origin: Origin, is_open: bool) {
         let files = self.open_files.entry(file_system).or_default();
-        let more = if is_open { 1 } else { -1 };
-        files.all = files.all.saturating_add_signed(more);
-        files.of_host.add(origin, more);
+        files.of_host.add(origin, if is_open { 1 } else { -1 });
     }
 
     /// Adds to the weight of a client, of its host and of all clients.
