@@ -67,7 +67,7 @@ struct OwnerGrants {
 
 impl Grants {
     fn has_room(&self, origin: Origin) -> bool {
-        self.in_progress.has_room(origin, GRANTS_MAX.saturating_sub(self.in_progress.total()))
+        self.in_progress.has_room(origin, GRANTS_MAX)
     }
 
     fn insert(&mut self, owner: LockOwner, range: Range, before: Before) {

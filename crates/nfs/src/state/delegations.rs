@@ -94,7 +94,7 @@ impl RecentRecalls {
     /// False if the files of this host are too many for it to get delegations.
     fn has_room(&mut self, now: u64, origin: Origin) -> bool {
         self.sweep(now);
-        self.of_host.has_room(origin, RECENT_MAX.saturating_sub(self.files.len()))
+        self.of_host.has_room(origin, RECENT_MAX)
     }
 
     fn sweep(&mut self, now: u64) {

@@ -4,10 +4,12 @@ use super::clients::Kind;
 use super::delegations::Delegation;
 use super::numbered::Role;
 use super::opens::Opens;
-use super::quotas::{HostCounts, LockCounts, weight_of};
+use super::quotas::{HostCounts, weight_of};
 use super::ranges::{Lock, Locks, Range};
 use super::waiting::Waiting;
-use super::{Denied, FileIdentity, GrantPermit, HELD_MAX, LOCKS_MAX, Refused, State, Stateid};
+use super::{
+    Denied, FILE_HELD_MAX, FileIdentity, GrantPermit, HELD_MAX, LOCKS_MAX, LOCKS_TOTAL_MAX, Refused, State, Stateid,
+};
 use crate::file_system::OpenGuard;
 use crate::v4::status::Status;
 use std::collections::{HashMap, HashSet};
@@ -180,7 +182,7 @@ impl Removed {
 impl FileState {
     /// True if a host may have another lock.
     pub(super) fn has_room_for_lock(&self, origin: Origin) -> bool {
-        self.locks_of.has_room(origin, LOCKS_MAX.saturating_sub(self.locks.len()))
+        self.locks_of.has_room(origin, LOCKS_MAX)
     }
 
     /// Asserts that the counts of locks match a full scan.
@@ -198,7 +200,7 @@ impl FileState {
 
     /// Forgets what is no longer there, and subtracts its locks from `all_locks`. Returns a range that contains the locks that were
     /// released.
-    pub(super) fn forget(&mut self, removed: &Removed, all_locks: &mut LockCounts) -> Option<Range> {
+    pub(super) fn forget(&mut self, removed: &Removed, all_locks: &mut HostCounts) -> Option<Range> {
         self.delegations.retain(|number| !removed.numbers.contains(number));
         for (client, owner, number) in &removed.opens {
             self.opens.remove(*client, owner, *number);
@@ -223,8 +225,9 @@ impl FileState {
     }
 
     /// Number of opens and lock owners.
+    #[cfg(test)]
     pub(super) fn held(&self) -> usize {
-        self.opens.len() + self.holders.len()
+        self.by_origin.total()
     }
 
     /// Number of opens and lock owners of one host.
@@ -232,9 +235,9 @@ impl FileState {
         self.by_origin.of(origin)
     }
 
-    /// True if a host may have another open or lock owner while `free` are free.
-    pub(super) fn has_room_for(&self, origin: Origin, free: usize) -> bool {
-        self.by_origin.has_room(origin, free)
+    /// True if a host may have another open or lock owner.
+    pub(super) fn has_room_for_holder(&self, origin: Origin) -> bool {
+        self.by_origin.has_room(origin, FILE_HELD_MAX)
     }
 
     /// True if a client of version 3 has locked any of the file.
@@ -785,7 +788,7 @@ impl State {
         let origin = self.origin_of(number);
         let state = self.files.get(file).expect("a file with owners of locks");
         // Both halves of a lock count.
-        let has_room = || state.has_room_for_lock(origin) && self.locks.has_room(origin);
+        let has_room = || state.has_room_for_lock(origin) && self.locks.has_room(origin, LOCKS_TOTAL_MAX);
         if state.locks.is_inside(number, range) && !has_room() {
             return Err(Status::NOSPC);
         }

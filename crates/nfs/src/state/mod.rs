@@ -32,7 +32,7 @@ use self::delegations::RecentRecalls;
 use self::files::{FileState, Held};
 use self::offloads::Offload;
 use self::owners::IdleOwners;
-use self::quotas::{LockCounts, OpenFiles, RecallDelays, Usage};
+use self::quotas::{OpenFiles, RecallDelays, Usage};
 use crate::file_system::OpenGuard;
 use crate::v4::callback::Notice;
 use crate::v4::session::Session;
@@ -202,7 +202,7 @@ pub(crate) struct State {
     /// Those that hold nothing.
     idle_owners: IdleOwners,
     /// Locks in all files.
-    locks: LockCounts,
+    locks: HostCounts,
     /// The last file that an owner of version 4.0 has closed, and whose it was: a repeated CLOSE is still about it.
     closed: HashMap<u64, (u64, Owner)>,
     /// Clients of version 4.0 whose leases have expired, the last of them.
@@ -251,7 +251,7 @@ impl State {
             records_for_all: 0,
             numbered: 0,
             idle_owners: IdleOwners::default(),
-            locks: LockCounts::default(),
+            locks: HostCounts::default(),
             closed: HashMap::new(),
             expired: VecDeque::new(),
             expired_state: HashSet::new(),

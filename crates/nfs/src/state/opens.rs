@@ -80,6 +80,7 @@ impl Opens {
         self.by_owner.contains_key(&client)
     }
 
+    #[cfg(test)]
     pub(super) fn len(&self) -> usize {
         self.count
     }

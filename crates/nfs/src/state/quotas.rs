@@ -5,8 +5,8 @@
 
 use super::clients::{Among, Client, Kind};
 use super::{
-    CLIENTS_MAX, CLIENTS_OF_HOST_MAX, FILE_HELD_MAX, FileIdentity, HELD_TOTAL_MAX, KEPT_MAX, LOCKS_TOTAL_MAX,
-    OWNERS_TOTAL_MAX, Refused, SESSIONS_TOTAL_MAX, State,
+    CLIENTS_MAX, CLIENTS_OF_HOST_MAX, FileIdentity, HELD_TOTAL_MAX, KEPT_MAX, LOCKS_TOTAL_MAX, OWNERS_TOTAL_MAX,
+    Refused, SESSIONS_TOTAL_MAX, State,
 };
 use crate::v4::status::Status;
 use std::collections::{HashMap, VecDeque};
@@ -53,37 +53,14 @@ impl HostCounts {
         }
     }
 
-    /// True if a host may have one more while `free` are free.
-    pub(crate) fn has_room(&self, host: Origin, free: usize) -> bool {
-        is_fair(self.of(host), free)
+    /// True if a host may have one more while all together may have this many.
+    pub(crate) fn has_room(&self, host: Origin, max: usize) -> bool {
+        is_fair(self.of(host), max.saturating_sub(self.total))
     }
 
     /// Host with the highest count.
     pub(super) fn most(&self) -> Option<Origin> {
         self.of_host.iter().max_by_key(|(_, count)| **count).map(|(host, _)| *host)
-    }
-}
-
-/// Numbers of locks.
-#[derive(Debug, Default, PartialEq, Eq)]
-pub(super) struct LockCounts {
-    all: usize,
-    of_host: HostCounts,
-}
-
-impl LockCounts {
-    pub(super) fn add(&mut self, host: Origin, more: isize) {
-        self.all = self.all.saturating_add_signed(more);
-        self.of_host.add(host, more);
-    }
-
-    fn free(&self) -> usize {
-        LOCKS_TOTAL_MAX.saturating_sub(self.all)
-    }
-
-    /// True if a host may have another lock.
-    pub(super) fn has_room(&self, host: Origin) -> bool {
-        self.of_host.has_room(host, self.free())
     }
 }
 
@@ -163,7 +140,7 @@ impl State {
     pub(super) fn check_counts(&self) {
         self.check_owners();
         use super::files::Held;
-        let mut locks = LockCounts::default();
+        let mut locks = HostCounts::default();
         let all = self.files.values().flat_map(|state| state.all_locks());
         all.for_each(|lock| locks.add(self.origin_of(lock.holder), 1));
         assert_eq!(self.locks, locks);
@@ -273,8 +250,8 @@ impl State {
 
     /// Checks the quotas of a host for locks of one file and of all files.
     pub(super) fn check_locks_in_file(&self, now: u64, origin: Origin, file: &FileIdentity) -> Result<(), Refused> {
-        if !self.locks.has_room(origin) {
-            let among = if self.locks.free() == 0 { Among::Clients } else { Among::ClientsOf(origin) };
+        if !self.locks.has_room(origin, LOCKS_TOTAL_MAX) {
+            let among = if self.locks.total() >= LOCKS_TOTAL_MAX { Among::Clients } else { Among::ClientsOf(origin) };
             return Err(self.full(now, among));
         }
         let is_free = self.files.get(file).is_none_or(|state| state.has_room_for_lock(origin));
@@ -284,8 +261,7 @@ impl State {
     /// Checks the quota of a host for opens and lock owners of one file.
     pub(super) fn check_room_in_file(&self, now: u64, origin: Origin, file: &FileIdentity) -> Result<(), Refused> {
         let Some(state) = self.files.get(file) else { return Ok(()) };
-        let free = FILE_HELD_MAX.saturating_sub(state.held());
-        if state.has_room_for(origin, free) { Ok(()) } else { Err(self.full(now, Among::File(file.clone()))) }
+        if state.has_room_for_holder(origin) { Ok(()) } else { Err(self.full(now, Among::File(file.clone()))) }
     }
 
     pub(super) fn with_something_of(&self, origin: Origin) -> impl Iterator<Item = u64> {
@@ -305,11 +281,7 @@ impl State {
     /// Checks the quota of a host for open files of a file system, before a client opens a file that is not open yet.
     pub(super) fn check_open_files(&self, now: u64, origin: Origin, file_system: u64) -> Result<(), Refused> {
         let Some(OpenFiles { max: Some(max), of_host }) = self.open_files.get(&file_system) else { return Ok(()) };
-        if of_host.has_room(origin, max.saturating_sub(of_host.total())) {
-            Ok(())
-        } else {
-            Err(self.full(now, Among::Clients))
-        }
+        if of_host.has_room(origin, *max) { Ok(()) } else { Err(self.full(now, Among::Clients)) }
     }
 
     /// Adds an open file to the counts of its file system and of this host (`is_open`), or removes it from them.

@@ -171,6 +171,7 @@ impl Locks {
     }
 
     /// Number of all locks.
+    #[cfg(test)]
     pub(super) fn len(&self) -> usize {
         self.by_start.iter().map(|sorted| sorted.len).sum()
     }

@@ -685,6 +685,10 @@ fn a_host_with_locks_in_many_files_keeps_no_other_out() {
     };
     assert_eq!(lock(first, "o"), Some(Refused::Status(Status::NOSPC)));
     assert_eq!(lock(second, "p"), None);
+    // What a client leaves is free again.
+    let others = state.locks.total();
+    state.remove_client(second);
+    assert_eq!(state.locks.total(), others - 1);
 }
 
 #[test]
