@@ -11,9 +11,10 @@ use crate::caller;
 use std::cell::{Cell, RefCell};
 use std::collections::{HashMap, VecDeque};
 use std::pin::Pin;
+use std::sync::mpsc;
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
-use thruway_engine::reactor;
+use thruway_engine::{Reactors, reactor};
 use thruway_tcp::Origin;
 use tokio::sync::oneshot;
 
@@ -183,6 +184,21 @@ pub fn counted() -> u64 {
     ROUNDS.with_borrow(|rounds| rounds.counted)
 }
 
+/// Runs work on behalf of a host on a reactor of its own, for tests. Returns the result, and the units of work that were counted.
+///
+/// # Panics
+/// If the work panics, or no reactor can be started.
+#[doc(hidden)]
+pub fn measured<F: Future<Output: Send + 'static>>(work: impl FnOnce() -> F + Send + 'static) -> (F::Output, u64) {
+    let reactors = Reactors::start(Some(1)).expect("a reactor");
+    let (done, is_done) = mpsc::channel();
+    reactors.handles()[0].spawn(move || async move {
+        let result = caller::on_behalf_of(Origin::of_host([10, 0, 0, 1].into()), work()).await;
+        done.send((result, counted())).expect("the caller waits");
+    });
+    is_done.recv().expect("the work has panicked: its message is above")
+}
+
 async fn spend_as(host: Option<Origin>, work: Work, units: usize) {
     let Some(host) = host.filter(|_| reactor::node().is_some()) else { return };
     count_time();
@@ -265,8 +281,6 @@ mod tests {
     use super::*;
     use std::cell::Cell;
     use std::rc::Rc;
-    use std::sync::mpsc;
-    use thruway_engine::Reactors;
 
     fn host(number: u8) -> Origin {
         Origin::of_host([10, 0, 0, number].into())

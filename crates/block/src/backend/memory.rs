@@ -10,6 +10,14 @@ use thruway_engine::Segment;
 use thruway_server::slices;
 
 const PAGE: u64 = 4096;
+/// Pages of one word of the bitmap.
+const PAGES_OF_WORD: u64 = 64;
+/// Most pages with data that are cleared in one step.
+const CLEARED_MAX: u64 = 8192;
+/// Most pages that are cleared in one step, or looked at for one answer.
+const LOOKED_AT_MAX: u64 = 1 << 18;
+/// Pages with data that are cleared as one unit of work.
+const PAGES_OF_UNIT: u64 = 32;
 
 /// A disk in memory.
 pub struct MemoryBackend {
@@ -52,7 +60,7 @@ impl MemoryBackend {
         let ptr = unsafe {
             rustix::mm::mmap_anonymous(std::ptr::null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, flags)?
         };
-        let words = (len as u64 / PAGE).div_ceil(64) as usize;
+        let words = (len as u64 / PAGE).div_ceil(PAGES_OF_WORD) as usize;
         let mut present = Vec::new();
         present.resize_with(words, || AtomicU64::new(0));
         Ok(MemoryBackend { mapping: Arc::new(Mapping { ptr: ptr.cast(), len }), size, present })
@@ -64,28 +72,55 @@ impl MemoryBackend {
     }
 
     fn mark(&self, at: u64, len: u64, present: bool) {
-        if len == 0 {
-            return;
-        }
-        for page in at / PAGE..=(at + len - 1) / PAGE {
-            let (word, bit) = (&self.present[page as usize / 64], 1 << (page % 64));
-            if present && word.load(Ordering::Relaxed) & bit == 0 {
-                word.fetch_or(bit, Ordering::Relaxed);
-            } else if !present {
-                word.fetch_and(!bit, Ordering::Relaxed);
+        let (mut page, end) = (at / PAGE, (at + len).div_ceil(PAGE));
+        while page < end && len > 0 {
+            let (word, first) = ((page / PAGES_OF_WORD) as usize, page % PAGES_OF_WORD);
+            let pages = (PAGES_OF_WORD - first).min(end - page);
+            let (word, bits) = (&self.present[word], u64::MAX >> (PAGES_OF_WORD - pages) << first);
+            let known = word.load(Ordering::Relaxed);
+            if present && known & bits != bits {
+                word.fetch_or(bits, Ordering::Relaxed);
+            } else if !present && known & bits != 0 {
+                word.fetch_and(!bits, Ordering::Relaxed);
             }
+            page += pages;
         }
     }
 
     /// State of a page (true for a hole), and the number of pages from it on in the same state, within one word of the bitmap.
     fn run_at(&self, page: u64) -> (bool, u64) {
-        let present = self.present[page as usize / 64].load(Ordering::Relaxed) >> (page % 64);
+        let first = page % PAGES_OF_WORD;
+        let present = self.present[(page / PAGES_OF_WORD) as usize].load(Ordering::Relaxed) >> first;
         let hole = present & 1 == 0;
         let others = if hole { present } else { !present };
-        (hole, u64::from(others.trailing_zeros()).min(64 - page % 64))
+        (hole, u64::from(others.trailing_zeros()).min(PAGES_OF_WORD - first))
     }
 
-    fn clear(&self, at: u64, len: u64) {
+    /// The end of the first part of a range that is cleared in one step, and the number of pages with data there. Pages beside the range
+    /// count if they share a word of the bitmap with it.
+    fn step_at(&self, at: u64, end: u64) -> (u64, u64) {
+        let last = end.div_ceil(PAGE).min(at / PAGE + LOOKED_AT_MAX);
+        let (mut page, mut data) = (at / PAGE, 0);
+        while page < last && data < CLEARED_MAX {
+            data += u64::from(self.present[(page / PAGES_OF_WORD) as usize].load(Ordering::Relaxed).count_ones());
+            page = (page / PAGES_OF_WORD + 1) * PAGES_OF_WORD;
+        }
+        ((page.min(last) * PAGE).min(end), data)
+    }
+
+    /// Makes a range zero, in steps that count as work.
+    async fn clear(&self, at: u64, len: u64) -> io::Result<()> {
+        let (mut next, end) = (at, at + len);
+        while next < end {
+            let (step, data) = self.step_at(next, end);
+            slices::spend(1 + (data / PAGES_OF_UNIT) as usize).await;
+            self.clear_step(next, step - next);
+            next = step;
+        }
+        Ok(())
+    }
+
+    fn clear_step(&self, at: u64, len: u64) {
         let start = self.at(at, len as usize);
         let (first, last) = (at.next_multiple_of(PAGE), (at + len) / PAGE * PAGE);
         if first >= last {
@@ -149,23 +184,19 @@ impl Backend for MemoryBackend {
     }
 
     fn zero(&self, at: u64, len: u64, _how: Zero) -> Op<'_, ()> {
-        self.clear(at, len);
-        done(())
+        Box::pin(self.clear(at, len))
     }
 
     fn discard(&self, at: u64, len: u64) -> Op<'_, ()> {
-        self.clear(at, len);
-        done(())
+        Box::pin(self.clear(at, len))
     }
 
     fn extents(&self, at: u64, len: u64, most: usize) -> Op<'_, Vec<Extent>> {
-        /// Pages looked at for one answer.
-        const PAGES_MAX: u64 = 1 << 18;
         /// Runs of pages that count as a unit of work: a run is looked up by one load.
         const RUNS_OF_UNIT: usize = 256;
         let most = most.clamp(1, EXTENTS_MAX);
         let (end, mut page) = (at + len, at / PAGE);
-        let last = end.div_ceil(PAGE).min(page + PAGES_MAX);
+        let last = end.div_ceil(PAGE).min(page + LOOKED_AT_MAX);
         let (mut extents, mut runs) = (Vec::new(), 0);
         // One more: then the last of them is complete.
         while page < last && extents.len() <= most {
@@ -222,6 +253,70 @@ mod tests {
             let complete = most.max(1).min(all.len());
             prop_assert!(few.len() <= most.max(1) + 1);
             prop_assert_eq!(&few[..complete], &all[..complete]);
+        }
+    }
+
+    const MIB: u64 = 1 << 20;
+
+    async fn write(disk: &MemoryBackend, at: u64, byte: u8, len: usize) {
+        let mut segment = thruway_engine::Segments::new(1, len.next_multiple_of(PAGE as usize))
+            .unwrap()
+            .reserve(1)
+            .await
+            .segment(len);
+        segment.as_mut_slice().fill(byte);
+        disk.write(at, segment, false).await.unwrap();
+    }
+
+    #[test]
+    fn zeroing_is_as_much_work_as_there_is_data() {
+        slices::measured(|| async {
+            let disk = MemoryBackend::new(2 << 40).unwrap();
+            let units_of = async |at, len| {
+                let before = slices::counted();
+                disk.zero(at, len, Zero::empty()).await.unwrap();
+                slices::counted() - before
+            };
+            // A hole is looked at in steps of 1 GiB.
+            assert_eq!(units_of(0, 1 << 40).await, 1024);
+            for n in 0..64 {
+                write(&disk, (1 << 40) + 1000 + n * MIB, 7, MIB as usize).await;
+            }
+            let pages = 64 * MIB / PAGE + 1;
+            let units = units_of(1 << 40, 128 * MIB).await;
+            assert!((pages / PAGES_OF_UNIT..=pages / PAGES_OF_UNIT + 4).contains(&units), "{units}");
+            let extents = disk.extents(1 << 40, 128 * MIB, 4).await.unwrap();
+            assert_eq!((extents.len(), extents[0].hole), (1, true));
+        });
+    }
+
+    proptest! {
+        /// Compares the disk with a copy of what was written, and the states of its pages with those of the copy.
+        #[test]
+        fn ranges_are_written_and_zeroed_byte_by_byte(
+            changes in prop::collection::vec((any::<bool>(), 0u64..130 * PAGE, 1u64..70 * PAGE), 1..8),
+        ) {
+            let size = 200 * PAGE;
+            let disk = MemoryBackend::new(size).unwrap();
+            let mut bytes = vec![0; size as usize];
+            let mut pages = [false; 200];
+            for (is_write, at, len) in changes {
+                bytes[at as usize..(at + len) as usize].fill(u8::from(is_write));
+                if is_write {
+                    write(&disk, at, 1, len as usize).now_or_never().expect("nothing to wait for");
+                    pages[(at / PAGE) as usize..(at + len).div_ceil(PAGE) as usize].fill(true);
+                } else {
+                    disk.discard(at, len).now_or_never().expect("nothing to wait for").unwrap();
+                    let (first, behind) = (at.div_ceil(PAGE) as usize, ((at + len) / PAGE) as usize);
+                    pages[first.min(behind)..behind].fill(false);
+                }
+            }
+            for (number, present) in pages.iter().enumerate() {
+                prop_assert_eq!(disk.run_at(number as u64).0, !present, "page {}", number);
+            }
+            let mut segment = thruway_engine::Segments::new(1, size as usize).unwrap().reserve(1).now_or_never().unwrap();
+            let read = disk.read(0, segment.segment(size as usize)).now_or_never().unwrap().unwrap();
+            prop_assert!(read.as_slice() == bytes);
         }
     }
 }

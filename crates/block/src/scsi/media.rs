@@ -301,6 +301,7 @@ async fn write_same(unit: &Unit, command: &BlockCommand, transfer: &dyn Transfer
         if transfer.aborted().now_or_never().is_some() {
             return Err(Sense::DATA_PHASE);
         }
+        slices::spend(piece / slices::UNIT_BYTES).await;
         segment.as_mut_slice().chunks_mut(block.len()).for_each(|part| part.copy_from_slice(&block[..part.len()]));
         write(unit, piece_at, segment, false, transfer).await?;
     }
@@ -447,4 +448,35 @@ pub(super) async fn lba_status(unit: &Unit, cdb: &[u8; 16], transfer: &dyn Trans
     data.extend_from_slice(&[0; 4]);
     data.extend(list);
     Outcome::data(data, allocated)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::fuzzing::Given;
+    use super::super::{Nexus, Status};
+    use super::*;
+    use crate::export::Spec;
+    use std::sync::Arc;
+
+    /// One block of data is compared with a whole disk, or written to all of it.
+    #[test]
+    fn commands_that_repeat_a_block_are_as_much_work_as_their_range() {
+        slices::measured(|| async {
+            let export = Spec::parse("disk=mem:32M,chunk=64K").unwrap().open(None).unwrap();
+            let unit = Unit::new(Arc::new(export), 512);
+            let nexus = Nexus { id: 1, port: "iqn.2026-11.org.example:a,i,0x0".into(), owner: "a".into() };
+            let _attached = unit.attach(&nexus);
+            // TEST UNIT READY, which gets the unit attention.
+            unit.execute(&nexus, &[0; 16], &Given::new(&[], 0)).await;
+            // WRITE SAME(16), and VERIFY(16) with BYTCHK 11b, of 65,536 blocks.
+            for (code, flags) in [(0x93, 0), (0x8f, 6)] {
+                let mut cdb = [0; 16];
+                (cdb[0], cdb[1], cdb[11]) = (code, flags, 1);
+                let before = slices::counted();
+                let outcome = unit.execute(&nexus, &cdb, &Given::new(&[7; 512], 512)).await;
+                assert_eq!(outcome.status, Status::Good, "{:?}", outcome.sense);
+                assert_eq!(slices::counted() - before, (32 << 20) / slices::UNIT_BYTES as u64);
+            }
+        });
+    }
 }

@@ -92,21 +92,9 @@ fn operations_are_where_they_may_be() {
     }
 }
 
-/// Units of work of these operations on a share in memory.
+/// Units of work of these operations, and of a new session, on a share in memory.
 fn units_of(count: u32, operations: Vec<u8>) -> (u32, u64) {
-    let reactors = thruway_engine::Reactors::start(Some(1)).unwrap();
-    let (done, is_done) = std::sync::mpsc::channel();
-    reactors.handles()[0].spawn(move || async move {
-        let mut client = Client::new();
-        let host = thruway_tcp::Origin::of_host([10, 0, 0, 1].into());
-        let work = async {
-            let before = thruway_server::slices::counted();
-            let (status, _) = status(&client.in_session(count, &operations));
-            (status, thruway_server::slices::counted() - before)
-        };
-        done.send(thruway_server::caller::on_behalf_of(host, work).await).unwrap();
-    });
-    is_done.recv().expect("a check has failed: its message is above")
+    thruway_server::slices::measured(move || async move { status(&Client::new().in_session(count, &operations)).0 })
 }
 
 #[test]

@@ -250,21 +250,6 @@ fn extended_attributes_are_kept_within_limits() {
 
 const MIB: u64 = 1 << 20;
 
-/// Runs work for a host on a reactor of its own.
-fn on_reactor<F: Future<Output = ()>>(work: impl FnOnce() -> F + Send + 'static) {
-    let reactors = thruway_engine::Reactors::start(Some(1)).unwrap();
-    let (done, is_done) = std::sync::mpsc::channel();
-    reactors.handles()[0].spawn(move || async move {
-        on_behalf_of(host(1), work()).await;
-        done.send(()).unwrap();
-    });
-    is_done.recv().expect("a check has failed: its message is above");
-}
-
-fn host(number: u8) -> Origin {
-    Origin::of_host([10, 0, 0, number].into())
-}
-
 async fn units_of<T>(work: impl Future<Output = Result<T>>) -> u64 {
     let before = slices::counted();
     assert_eq!(work.await.map(drop), Ok(()));
@@ -273,7 +258,7 @@ async fn units_of<T>(work: impl Future<Output = Result<T>>) -> u64 {
 
 #[test]
 fn long_operations_are_as_much_work_as_their_length() {
-    on_reactor(|| async {
+    slices::measured(|| async {
         let files = MemoryFileSystem::new(128 * MIB);
         let f = Fixture { root: files.root(), files };
         let (file, other) =
@@ -304,13 +289,13 @@ fn long_operations_are_as_much_work_as_their_length() {
 
 #[test]
 fn others_work_between_the_steps_of_a_long_operation() {
-    on_reactor(|| async {
+    slices::measured(|| async {
         let files = MemoryFileSystem::new(128 * MIB);
         let f = Fixture { root: files.root(), files };
         let file = f.make(1, &f.root, "a", Make::NewFile).unwrap();
         for what in [Allocate::Reserve, Allocate::Punch] {
             let (files, of) = (f.files.clone(), file.clone());
-            let task = tokio::task::spawn_local(on_behalf_of(host(2), async move {
+            let task = tokio::task::spawn_local(on_behalf_of(Origin::of_host([10, 0, 0, 2].into()), async move {
                 let who = who(1);
                 files.allocate(As { who: &who, is_open: false }, &of, 0, 32 * MIB, what).await
             }));
@@ -329,7 +314,7 @@ fn others_work_between_the_steps_of_a_long_operation() {
 
 #[test]
 fn data_is_removed_in_steps() {
-    on_reactor(|| async {
+    slices::measured(|| async {
         let files = MemoryFileSystem::new(64 * MIB);
         let f = Fixture { root: files.root(), files };
         let who = who(1);
@@ -366,7 +351,7 @@ fn data_is_removed_in_steps() {
 
 #[test]
 fn a_directory_is_not_moved_below_too_many_others() {
-    on_reactor(|| async {
+    slices::measured(|| async {
         let files = MemoryFileSystem::new(16 * MIB);
         let f = Fixture { root: files.root(), files };
         let mut chain = vec![f.root.clone()];
