@@ -13,7 +13,8 @@ use super::{
 use rustix::io::Errno;
 use smallvec::SmallVec;
 use std::sync::{Arc, Mutex, MutexGuard};
-use thruway_engine::Segment;
+use thruway_engine::{Segment, reactor};
+use thruway_server::caller;
 use thruway_server::slices::{self, UNIT_BYTES};
 
 /// A file system in memory.
@@ -46,8 +47,25 @@ struct Opened {
 
 impl Drop for Opened {
     fn drop(&mut self) {
-        // What is removed by this is freed by the next operation.
-        self.tree.lock().expect("no panics under the lock").close(self.id);
+        let has_removed = {
+            let mut tree = self.tree.lock().expect("no panics under the lock");
+            let before = tree.removals();
+            tree.close(self.id);
+            tree.removals() != before
+        };
+        if has_removed && reactor::node().is_some() {
+            let tree = Arc::clone(&self.tree);
+            reactor::start(caller::inherited(async move { free_removed(&tree).await }));
+        }
+    }
+}
+
+/// Frees the data of files that are gone or truncated, in steps that count for the caller's host.
+async fn free_removed(tree: &Mutex<Tree>) {
+    let lock = || tree.lock().expect("no panics under the lock");
+    while lock().has_removed() {
+        slices::spend(slices::SLICE).await;
+        lock().free_step();
     }
 }
 
@@ -66,14 +84,6 @@ impl MemoryFileSystem {
         self.tree.lock().expect("no panics under the lock")
     }
 
-    /// Frees the data of files that are gone or truncated, in steps.
-    async fn free_removed(&self) {
-        while self.lock().has_removed() {
-            slices::spend(slices::SLICE).await;
-            self.lock().free_step();
-        }
-    }
-
     fn file_id(&self, id: Id) -> FileId {
         let mut bytes = SmallVec::new();
         bytes.extend_from_slice(&id.to_be_bytes());
@@ -90,10 +100,19 @@ impl MemoryFileSystem {
         Attributes { fsid: self.fsid(), ..node.attributes }
     }
 
-    /// The result of an operation that may have removed data, when that is freed.
-    fn freeing<'a, T: 'a>(&'a self, result: Result<T>) -> Op<'a, T> {
+    /// As [`MemoryFileSystem::with`]. Frees the data that the action removes.
+    fn with_removal<'a, T: 'a>(&'a self, file: &FileId, action: impl FnOnce(&mut Tree, Id) -> Result<T>) -> Op<'a, T> {
+        let mut removes = false;
+        let result = self.with(file, |tree, id| {
+            let before = tree.removals();
+            let result = action(tree, id);
+            removes = tree.removals() != before;
+            result
+        });
         Box::pin(async move {
-            self.free_removed().await;
+            if removes {
+                free_removed(&self.tree).await;
+            }
             result
         })
     }
@@ -137,13 +156,13 @@ impl FileSystem for MemoryFileSystem {
         set: SetAttributes,
         guard: Option<Time>,
     ) -> Op<'a, Attributes> {
-        self.freeing(self.with(file, |tree, id| {
+        self.with_removal(file, |tree, id| {
             if guard.is_some_and(|guard| tree.node(id).is_ok_and(|node| node.attributes.changed != guard)) {
                 return Err(Errno::AGAIN);
             }
             tree.set_attributes(user, id, &set)?;
             Ok(self.attributes_of(tree.node(id)?))
-        }))
+        })
     }
 
     fn look_up<'a>(&'a self, who: &'a Credentials, dir: &'a FileId, name: &'a [u8]) -> Op<'a, (FileId, Attributes)> {
@@ -247,14 +266,14 @@ impl FileSystem for MemoryFileSystem {
         what: Make,
         set: SetAttributes,
     ) -> Op<'a, (FileId, Attributes)> {
-        self.freeing(self.with(dir, |tree, dir| {
+        self.with_removal(dir, |tree, dir| {
             let made = tree.make(who, dir, name, what, set)?;
             Ok((self.file_id(made), self.attributes_of(tree.node(made)?)))
-        }))
+        })
     }
 
     fn remove<'a>(&'a self, who: &'a Credentials, dir: &'a FileId, name: &'a [u8], is_directory: bool) -> Op<'a, ()> {
-        self.freeing(self.with(dir, |tree, dir| tree.remove(who, dir, name, is_directory)))
+        self.with_removal(dir, |tree, dir| tree.remove(who, dir, name, is_directory))
     }
 
     fn rename<'a>(
@@ -265,14 +284,13 @@ impl FileSystem for MemoryFileSystem {
     ) -> Op<'a, ()> {
         Box::pin(async move {
             let mut levels = 0;
-            let done = self.with(from.0, |tree, from_dir| {
+            let moved = self.with_removal(from.0, |tree, from_dir| {
                 let to_dir = self.id(to.0)?;
                 tree.node(to_dir)?;
                 tree.rename(who, (from_dir, from.1), (to_dir, to.1), &mut levels)
             });
             slices::spend(levels / LEVELS_OF_UNIT).await;
-            self.free_removed().await;
-            done
+            moved.await
         })
     }
 
@@ -351,7 +369,6 @@ impl FileSystem for MemoryFileSystem {
                 return Err(Errno::OPNOTSUPP);
             }
             let end = at.checked_add(len).ok_or(Errno::FBIG)?;
-            self.free_removed().await;
             let mut next = at;
             loop {
                 slices::spend(units_of_step(end - next)).await;

@@ -1,13 +1,13 @@
 //! Calls to clients of version 3: that a lock which they wait for is theirs, and that the server has restarted.
 
+use super::grants::{Grants, LockOwner};
 use super::wire::{self, Lock, Status, Test};
 use super::{AGAIN_AFTER, PROGRAM, VERSION, procedure};
 use crate::identity::FileIdentity;
 use crate::nsm;
-use crate::state::{Host, HostCounts, PendingGrant, Range, Refused, State};
+use crate::state::{Host, PendingGrant, Range, Refused, State};
 use crate::v4;
 use crate::v4::status::Status as V4;
-use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
@@ -32,69 +32,11 @@ const CALLS: Limits = Limits { all: 128, per_origin: 4, waiting: 64 << 10, patie
 /// Longest reply, in bytes.
 const REPLY_MAX: usize = 4 << 10;
 
-/// Most grants in progress: locks that are being given after a wait, until their clients acknowledge them. Quota of one host: eight times
-/// the remaining room.
-const GRANTS_MAX: usize = 16 << 10;
-
-/// An owner of locks in a file.
-type LockOwner = (u64, Box<[u8]>, FileIdentity);
-
-/// What an owner had locked in a range before it was given that range.
-type Before = Vec<(bool, Range)>;
-
 /// Calls clients.
 pub(super) struct Caller {
     pub server: Arc<v4::Server>,
     grants: Mutex<Grants>,
     calls: Turns,
-}
-
-/// Locks that clients have been given after a wait and may not know of.
-#[derive(Default)]
-struct Grants {
-    of_owner: HashMap<LockOwner, OwnerGrants>,
-    in_progress: HostCounts,
-}
-
-/// Unacknowledged grants of one owner in one file.
-#[derive(Default)]
-struct OwnerGrants {
-    /// Number of times that the owner has unlocked any of the file since the first of these grants.
-    unlocks: u64,
-    /// By first and last byte: `unlocks` at the time of the grant, and what the owner had before.
-    ranges: HashMap<(u64, u64), (u64, Before)>,
-}
-
-impl Grants {
-    fn has_room(&self, origin: Origin) -> bool {
-        self.in_progress.has_room(origin, GRANTS_MAX)
-    }
-
-    fn insert(&mut self, owner: LockOwner, range: Range, before: Before) {
-        let grants = self.of_owner.entry(owner).or_default();
-        grants.ranges.insert((range.start, range.last), (grants.unlocks, before));
-    }
-
-    fn contains(&self, owner: &LockOwner, range: Range) -> bool {
-        self.of_owner.get(owner).is_some_and(|grants| grants.ranges.contains_key(&(range.start, range.last)))
-    }
-
-    /// Removes a grant. Returns what its owner had before: nothing if the owner has unlocked any of the file since.
-    fn remove(&mut self, owner: &LockOwner, range: Range) -> Option<Before> {
-        let grants = self.of_owner.get_mut(owner)?;
-        let (unlocks, before) = grants.ranges.remove(&(range.start, range.last))?;
-        let before = if unlocks == grants.unlocks { before } else { Before::new() };
-        if grants.ranges.is_empty() {
-            self.of_owner.remove(owner);
-        }
-        Some(before)
-    }
-
-    fn unlocked(&mut self, owner: &LockOwner) {
-        if let Some(grants) = self.of_owner.get_mut(owner) {
-            grants.unlocks += 1;
-        }
-    }
 }
 
 /// A grant in progress, which is counted until this is dropped.
@@ -110,18 +52,18 @@ impl GrantInProgress {
         if !grants.has_room(origin) {
             return None;
         }
-        grants.in_progress.add(origin, 1);
+        grants.count(origin, 1);
         Some(GrantInProgress { caller: Arc::clone(caller), origin })
     }
 }
 
 impl Drop for GrantInProgress {
     fn drop(&mut self) {
-        self.caller.grants().in_progress.add(self.origin, -1);
+        self.caller.grants().count(self.origin, -1);
     }
 }
 
-fn lock_owner(client: u64, owner: &[u8], file: &FileIdentity) -> LockOwner {
+pub(super) fn lock_owner(client: u64, owner: &[u8], file: &FileIdentity) -> LockOwner {
     (client, owner.into(), file.clone())
 }
 
@@ -148,22 +90,21 @@ impl Caller {
         Caller { server, grants: Mutex::default(), calls: Turns::new(CALLS) }
     }
 
-    /// A client knows what has become of this lock: it need not be called. If it was to be, what it had before.
-    pub(super) fn answered(&self, client: u64, owner: &[u8], file: &FileIdentity, range: Range) -> Option<Before> {
-        self.grants().remove(&lock_owner(client, owner, file), range)
+    /// An owner has locked or unlocked a range by a call. To be called under the lock of the state.
+    pub(super) fn changed(&self, owner: &LockOwner, range: Range) {
+        self.grants().changed(owner, range);
     }
 
-    /// A client does not want a lock that it may have been given: it has what it had before.
-    pub(super) fn take_back(&self, client: u64, owner: &[u8], file: &FileIdentity, range: Range) -> Result<(), V4> {
-        match self.answered(client, owner, file, range) {
-            Some(before) => self.server.state(|state, _| state.take_back(client, owner, file, range, &before)),
-            None => Ok(()),
+    /// A client does not want a lock that it waits for, or may have been given: its owner has what it had before.
+    pub(super) fn cancel(&self, state: &mut State, owner: &LockOwner, range: Range) -> Result<(), V4> {
+        let (client, name, file) = owner;
+        state.cancel_wait(*client, name, file, range);
+        let mut grants = self.grants();
+        if let Some(grant) = grants.get(owner, range) {
+            state.take_back(*client, name, file, &grant.due, &grant.before)?;
+            grants.remove(owner, range);
         }
-    }
-
-    /// An owner has given back what it had: it is not to have it again.
-    pub(super) fn unlocked(&self, client: u64, owner: &[u8], file: &FileIdentity) {
-        self.grants().unlocked(&lock_owner(client, owner, file));
+        Ok(())
     }
 
     /// True if a client of this host may wait for another lock.
@@ -225,60 +166,67 @@ async fn notify(host: &Host, start: u32, calls: &Turns) {
 pub(super) fn give(caller: Arc<Caller>, freed: PendingGrant) {
     let Some(in_progress) = GrantInProgress::begin(&caller, Origin::of_host(freed.host.address)) else {
         // The client asks again.
+        caller.server.state(|state, _| state.end_wait(&freed));
         return tracing::debug!(host = %freed.host.address, "too many locks of this host have not been acknowledged");
     };
     reactor::start(async move {
         let _in_progress = in_progress;
-        let server = &caller.server;
-        let PendingGrant { client, ref host, ref owner, ref file, ref handle, is_write, range, since } = freed;
-        let given = lock_owner(client, owner, file);
-        let mut again_after = AGAIN_AFTER;
-        // Until it has restarted, or has got the lock by a call of its own.
-        while server.state(|state, _| state.known_host(host) == Some(client)) {
-            let action = |state: &mut State, now, may_have| {
-                if state.has_locked(client, owner, file, is_write, range) {
-                    return Ok(false);
-                }
-                let before = state.locked_in(client, owner, file, range);
-                match state.lock_monitored(now, may_have, owner, file, is_write, range) {
-                    // Another was faster.
-                    Err(Refused::Denied(_)) => {
-                        let (host, owner, file, handle) = (host.clone(), owner.clone(), file.clone(), handle.clone());
-                        state.wait_monitored(PendingGrant {
-                            client,
-                            host,
-                            owner,
-                            file,
-                            handle,
-                            is_write,
-                            range,
-                            since,
-                        });
-                        Ok(false)
-                    }
-                    Err(refused) => Err(refused),
-                    Ok(()) => {
-                        // Before any call of the client finds that it has it.
-                        caller.grants().insert(given.clone(), range, before);
-                        Ok(true)
-                    }
-                }
-            };
-            let result = match server.may_have(client, false).await {
-                Ok(may_have) => server.retry_on_conflict(|state, now| action(state, now, may_have)).await,
-                Err(status) => Err(status.into()),
-            };
-            match result {
-                Ok(true) => return call_with_lock(&caller, &freed, &given).await,
-                Ok(false) => return,
-                Err(Refused::Delegated | Refused::Status(V4::DELAY)) => sleep(again_after).await,
-                Err(refused) => {
-                    return tracing::debug!(host = %host.address, ?refused, "a lock that was waited for is not given");
-                }
-            }
-            again_after = (again_after * 2).min(RETRY_AFTER);
+        let given = lock_owner(freed.client, &freed.owner, &freed.file);
+        let is_given = lock(&caller, &freed, &given).await;
+        caller.server.state(|state, _| state.end_wait(&freed));
+        if is_given {
+            call_with_lock(&caller, &freed, &given).await;
         }
     });
+}
+
+/// Takes a lock for a client that waits for it. False if the client waits on, or does not need the lock any more.
+async fn lock(caller: &Caller, freed: &PendingGrant, given: &LockOwner) -> bool {
+    let server = &caller.server;
+    let PendingGrant { client, ref host, ref owner, ref file, ref handle, is_write, range, since, .. } = *freed;
+    let mut again_after = AGAIN_AFTER;
+    // Until it has restarted.
+    while server.state(|state, _| state.known_host(host) == Some(client)) {
+        let action = |state: &mut State, now, may_have| {
+            // It may have cancelled its wait, or have got the lock by a call of its own.
+            if !state.is_wanted(freed) || state.has_locked(client, owner, file, is_write, range) {
+                return Ok(false);
+            }
+            if caller.grants().overlaps(given, range) {
+                return Err(Refused::Status(V4::DELAY));
+            }
+            let before = state.locked_in(client, owner, file, range);
+            match state.lock_monitored(now, may_have, owner, file, is_write, range) {
+                // Another was faster.
+                Err(Refused::Denied(_)) => {
+                    let (host, owner, file, handle) = (host.clone(), owner.clone(), file.clone(), handle.clone());
+                    let wait = PendingGrant { number: 0, client, host, owner, file, handle, is_write, range, since };
+                    state.wait_monitored(wait);
+                    Ok(false)
+                }
+                Err(refused) => Err(refused),
+                Ok(()) => {
+                    // Before any call of the client finds that it has it.
+                    caller.grants().insert(given.clone(), range, before);
+                    Ok(true)
+                }
+            }
+        };
+        let result = match server.may_have(client, false).await {
+            Ok(may_have) => server.retry_on_conflict(|state, now| action(state, now, may_have)).await,
+            Err(status) => Err(status.into()),
+        };
+        match result {
+            Ok(is_given) => return is_given,
+            Err(Refused::Delegated | Refused::Status(V4::DELAY)) => sleep(again_after).await,
+            Err(refused) => {
+                tracing::debug!(host = %host.address, ?refused, "a lock that was waited for is not given");
+                return false;
+            }
+        }
+        again_after = (again_after * 2).min(RETRY_AFTER);
+    }
+    false
 }
 
 /// Calls a client that has a lock (NLM_GRANTED), until it has answered or has given the lock back.
@@ -289,7 +237,7 @@ async fn call_with_lock(caller: &Caller, freed: &PendingGrant, given: &LockOwner
     let lock = Lock { caller: &host.name, handle, owner: own, process, offset, len };
     let cookie = thruway_engine::random::random::<8>();
     let mut again_after = RETRY_AFTER;
-    while caller.grants().contains(given, *range) {
+    while caller.grants().get(given, *range).is_some() {
         if !caller.server.state(|state, _| state.has_locked(*client, owner, file, *is_write, *range)) {
             break;
         }
@@ -310,70 +258,17 @@ async fn call_with_lock(caller: &Caller, freed: &PendingGrant, given: &LockOwner
             }
             // It does not wait for it any more.
             Some(Status::DENIED) => {
-                let _ = caller.take_back(*client, owner, file, *range);
+                let _ = caller.server.state(|state, _| caller.cancel(state, given, *range));
                 return;
             }
             _ => sleep(again_after).await,
         }
         again_after = (again_after * 2).min(RETRY_AFTER_MAX);
     }
-    caller.answered(*client, owner, file, *range);
+    caller.grants().remove(given, *range);
 }
 
 fn result_of(d: &mut Decoder<'_>) -> Option<Status> {
     let _cookie = wire::get_cookie(d).ok()?;
     Some(Status(d.u32().ok()?))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::file_system::FileId;
-
-    fn file(number: u8) -> FileIdentity {
-        FileIdentity { file_system: 1, file: FileId([number].into_iter().collect()) }
-    }
-
-    fn byte(at: u64) -> Range {
-        Range { start: at, last: at }
-    }
-
-    #[test]
-    fn grants_in_progress_of_a_host_have_a_quota() {
-        let (one, other) = (Origin::of_host([10, 0, 0, 1].into()), Origin::of_host([10, 0, 0, 2].into()));
-        let mut grants = Grants::default();
-        let mut begin = |origin, most: usize| {
-            let mut begun = 0;
-            while begun < most && grants.has_room(origin) {
-                grants.in_progress.add(origin, 1);
-                begun += 1;
-            }
-            begun
-        };
-        let first = begin(one, 2 * GRANTS_MAX);
-        assert!((GRANTS_MAX / 2..GRANTS_MAX).contains(&first), "{first}");
-        assert_eq!(begin(other, 64), 64, "room for others is left");
-        grants.in_progress.add(one, -(first as isize));
-        assert_eq!((grants.in_progress.total(), grants.has_room(one)), (64, true));
-    }
-
-    #[test]
-    fn an_unlock_takes_what_the_owner_had_before_in_this_file_only() {
-        let owner = |file| lock_owner(1, b"owner", file);
-        let (here, there) = (owner(&file(1)), owner(&file(2)));
-        let other = lock_owner(2, b"owner", &file(1));
-        let mut grants = Grants::default();
-        let before = vec![(false, byte(3))];
-        for known in [&here, &there, &other] {
-            grants.insert(known.clone(), byte(3), before.clone());
-        }
-        grants.unlocked(&here);
-        grants.insert(here.clone(), byte(5), vec![(true, byte(5))]);
-        assert_eq!(grants.remove(&here, byte(3)), Some(Vec::new()));
-        assert_eq!(grants.remove(&here, byte(5)), Some(vec![(true, byte(5))]), "a later grant");
-        assert_eq!(grants.remove(&there, byte(3)), Some(before.clone()), "another file");
-        assert_eq!(grants.remove(&other, byte(3)), Some(before), "another client");
-        assert!(grants.of_owner.is_empty(), "nothing is left");
-        assert!(!grants.contains(&here, byte(3)));
-    }
 }

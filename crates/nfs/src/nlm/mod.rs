@@ -4,6 +4,7 @@
 //! A client that waits for a lock is called when it has it (`calls.rs`).
 
 mod calls;
+mod grants;
 pub(crate) mod wire;
 
 use self::calls::Caller;
@@ -12,6 +13,7 @@ use crate::file_system::{Kind, Rights};
 use crate::share::{HandleError, Target};
 use crate::state::{Denied, Host, PendingGrant, Refused, State};
 use crate::v4;
+use crate::v4::status::Status as V4;
 use rustix::io::Errno;
 use std::net::IpAddr;
 use std::ops::RangeInclusive;
@@ -152,6 +154,11 @@ impl Nlm {
             let may_have = server.may_have(client, args.is_reclaim).await?;
             let action = |state: &mut State, now| {
                 let result = state.lock_monitored(now, may_have, &owner, &file, args.is_write, range);
+                if result.is_ok() {
+                    // The client knows now that it has it.
+                    state.has_been_locked(client, &owner, &file, args.is_write, range);
+                    self.caller.changed(&calls::lock_owner(client, &owner, &file), range);
+                }
                 if !args.is_waiting || !matches!(result, Err(Refused::Denied(_))) {
                     return result.map(|()| Status::GRANTED);
                 }
@@ -160,17 +167,15 @@ impl Nlm {
                 }
                 let (host, owner, file) = (host.clone(), owner.clone(), file.clone());
                 let (handle, is_write, since) = (args.lock.handle.into(), args.is_write, now);
-                let wait = PendingGrant { client, host, owner, file, handle, is_write, range, since };
+                let wait = PendingGrant { number: 0, client, host, owner, file, handle, is_write, range, since };
                 Ok(if state.wait_monitored(wait) { Status::BLOCKED } else { Status::DENIED_NOLOCKS })
             };
-            Ok((client, server.retry_on_conflict(action).await?))
+            server.retry_on_conflict(action).await
         };
-        let (client, status) = retry_briefly(attempt).await.map_err(status_of)?;
+        let status = retry_briefly(attempt).await.map_err(status_of)?;
         if status == Status::BLOCKED {
             tracing::debug!(host = %host.address, ?range, "a lock is waited for");
         }
-        // The client knows now that it has it, if it has.
-        self.caller.answered(client, &owner, &file, range);
         Ok(status)
     }
 
@@ -197,10 +202,10 @@ impl Nlm {
         let (owner, range) = (args.lock.key(), args.lock.range()?);
         let server = self.server();
         let Some(client) = server.state(|state, _| state.known_host(&host)) else { return Ok(Status::GRANTED) };
-        server.state(|state, _| state.cancel_wait(client, &owner, &file, range));
         // It may have been given the lock just now, and not know.
-        self.caller.take_back(client, &owner, &file, range).map_err(|status| status_of(status.into()))?;
-        Ok(Status::GRANTED)
+        let cancelled =
+            server.state(|state, _| self.caller.cancel(state, &calls::lock_owner(client, &owner, &file), range));
+        cancelled.map(|()| Status::GRANTED).map_err(|status| status_of(status.into()))
     }
 
     fn unlock(&self, call: &Call, args: &Unlock<'_>) -> Result<Status, Status> {
@@ -209,10 +214,13 @@ impl Nlm {
         let (owner, range) = (args.lock.key(), args.lock.range()?);
         let server = self.server();
         if let Some(client) = server.state(|state, _| state.known_host(&host)) {
-            let unlocked = server.state(|state, _| state.unlock_monitored(client, &owner, &file, range));
-            unlocked.map_err(|status| status_of(status.into()))?;
-            self.caller.answered(client, &owner, &file, range);
-            self.caller.unlocked(client, &owner, &file);
+            let unlock = |state: &mut State, _| {
+                state.unlock_monitored(client, &owner, &file, range)?;
+                state.cancel_wait(client, &owner, &file, range);
+                self.caller.changed(&calls::lock_owner(client, &owner, &file), range);
+                Ok(())
+            };
+            server.state(unlock).map_err(|status: V4| status_of(status.into()))?;
         }
         Ok(Status::GRANTED)
     }

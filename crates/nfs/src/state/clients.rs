@@ -316,7 +316,7 @@ impl State {
         if let Some(numbering) = &client.numbering {
             self.forget_owners(client.origin, &numbering.owners);
         }
-        self.forget_waits(id, client.waits);
+        self.forget_waits(id, client.origin, client.waits);
         self.end_offloads_of(id);
         if let Some(ids) = self.by_owner.get_mut(&client.name) {
             for known in [&mut ids.0, &mut ids.1] {

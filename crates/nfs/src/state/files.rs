@@ -210,14 +210,12 @@ impl FileState {
         for holder in &removed.holders {
             self.holders.remove(holder);
         }
-        let mut freed: Option<Range> = None;
         for (holder, origin) in &removed.lockers {
-            let (count, range) = self.locks.release(*holder);
-            self.locks_of.add(*origin, -(count as isize));
-            all_locks.add(*origin, -(count as isize));
-            freed = freed.into_iter().chain(range).reduce(|all, part| all.hull(&part));
+            let count = self.locks.count(*holder) as isize;
+            self.locks_of.add(*origin, -count);
+            all_locks.add(*origin, -count);
         }
-        freed
+        self.locks.release(&removed.lockers)
     }
 
     pub(super) fn opens(&self) -> &Opens {

@@ -30,6 +30,7 @@ pub(crate) use waiting::Waiting;
 use self::clients::{Among, Client, Grace};
 use self::delegations::RecentRecalls;
 use self::files::{FileState, Held};
+use self::monitored::WaitKey;
 use self::offloads::Offload;
 use self::owners::IdleOwners;
 use self::quotas::{OpenFiles, RecallDelays, Usage};
@@ -155,12 +156,14 @@ pub(crate) const FILE_HELD_MAX: usize = 8192;
 pub(crate) const MONITORED_MAX: usize = CLIENTS_MAX / 2;
 /// The same, of one host (of IPv6: of one network of 64 bits).
 pub(crate) const CLIENTS_OF_HOST_MAX: usize = 64;
-/// Clients waiting for a lock in one file: beyond that the longest waiting poll.
+/// Waits for locks in one file: beyond that the longest waiting poll. Quota of one host: eight times the remaining room.
 pub(crate) const WAITING_MAX: usize = 64;
+/// The same, in all files.
+pub(crate) const WAITS_TOTAL_MAX: usize = 64 << 10;
 /// Locks in one file. Quota of one host: eight times the remaining room.
 pub(crate) const LOCKS_MAX: usize = 8192;
 /// The same, in all files.
-pub(crate) const LOCKS_TOTAL_MAX: usize = 1 << 20;
+pub(crate) const LOCKS_TOTAL_MAX: usize = 1 << 18;
 /// Files delegated to a client.
 pub(crate) const DELEGATIONS_OF_CLIENT_MAX: usize = 2048;
 /// The same, to all clients.
@@ -203,6 +206,8 @@ pub(crate) struct State {
     idle_owners: IdleOwners,
     /// Locks in all files.
     locks: HostCounts,
+    /// Waits for locks of all files, by host.
+    waits: HostCounts,
     /// The last file that an owner of version 4.0 has closed, and whose it was: a repeated CLOSE is still about it.
     closed: HashMap<u64, (u64, Owner)>,
     /// Clients of version 4.0 whose leases have expired, the last of them.
@@ -215,6 +220,9 @@ pub(crate) struct State {
     to_wake: HashMap<FileIdentity, Range>,
     /// Locks that are free and that clients of version 3 wait for.
     freed: Vec<PendingGrant>,
+    /// Such locks that are being given: the number, and whether for writing. The last number.
+    giving: HashMap<WaitKey, (u64, bool)>,
+    given: u64,
     /// Callbacks that are due.
     notices: Vec<(Arc<Session>, Notice)>,
     /// Delegations, and those that have just been recalled.
@@ -252,12 +260,15 @@ impl State {
             numbered: 0,
             idle_owners: IdleOwners::default(),
             locks: HostCounts::default(),
+            waits: HostCounts::default(),
             closed: HashMap::new(),
             expired: VecDeque::new(),
             expired_state: HashSet::new(),
             dropped: Vec::new(),
             to_wake: HashMap::new(),
             freed: Vec::new(),
+            giving: HashMap::new(),
+            given: 0,
             notices: Vec::new(),
             delegations: 0,
             recalls: Vec::new(),

@@ -2,11 +2,10 @@
 //! itself (NSM) or which shows by the number of its start. After a restart, the server calls it so that it reclaims.
 
 use super::clients::{Client, ClientName, Kind, Maker, Principal};
-use super::files::{Holder, OpenAs, Owner};
+use super::files::{FileState, Holder, OpenAs, Owner};
 use super::waiting::Waiting;
-use super::{FileIdentity, GrantPermit, MONITORED_MAX, READ, Range, Refused, State, WAITING_MAX, WRITE};
+use super::{FileIdentity, GrantPermit, MONITORED_MAX, READ, Range, Refused, State, WRITE};
 use crate::v4::status::Status;
-use std::collections::HashSet;
 use std::net::IpAddr;
 use std::sync::Arc;
 use thruway_tcp::Origin;
@@ -43,6 +42,8 @@ impl Host {
 /// A lock that a client of version 3 waits for, and that may be free.
 #[derive(Debug)]
 pub(crate) struct PendingGrant {
+    /// Tells it from others for the same lock.
+    pub number: u64,
     pub client: u64,
     pub host: Host,
     pub owner: Owner,
@@ -51,6 +52,13 @@ pub(crate) struct PendingGrant {
     pub is_write: bool,
     pub range: Range,
     pub since: u64,
+}
+
+/// A wait of a client of version 3: client, owner, file, first and last byte.
+pub(super) type WaitKey = (u64, Box<[u8]>, FileIdentity, (u64, u64));
+
+fn wait_key(client: u64, owner: &[u8], file: &FileIdentity, range: Range) -> WaitKey {
+    (client, owner.into(), file.clone(), (range.start, range.last))
 }
 
 impl State {
@@ -235,23 +243,33 @@ impl State {
         holder.zip(state).map(|(number, state)| state.locks.within(number, range)).unwrap_or_default()
     }
 
-    /// Takes back a lock that an owner was given and does not want: it has what it had before.
+    /// Takes back parts of a lock that an owner was given and does not want: it has what it had before there.
     pub(crate) fn take_back(
         &mut self,
         client: u64,
         owner: &[u8],
         file: &FileIdentity,
-        range: Range,
+        parts: &[Range],
         before: &[(bool, Range)],
     ) -> Result<(), Status> {
         let Some(number) = self.holder_of(client, owner, file) else { return Ok(()) };
-        self.unlock_range(number, file, range)?;
-        // Nobody else has had any of it since.
-        self.change_locks(number, file, |locks| {
-            for (is_write, range) in before {
-                locks.lock(number, *is_write, *range);
+        for part in parts {
+            let has = |state: &FileState| state.locks.covers(number, false, *part);
+            if !self.files.get(file).is_some_and(has) {
+                continue;
             }
-        });
+            self.unlock_range(number, file, *part)?;
+            self.change_locks(number, file, |locks| {
+                for (is_write, range) in before.iter().filter(|(_, range)| range.overlaps(part)) {
+                    let range = range.within(part);
+                    // Others may have come to share what was given for reading.
+                    let is_free = |is_write| locks.conflict(Some(number), is_write, range).is_none();
+                    if let Some(is_write) = [*is_write, false].into_iter().find(|is_write| is_free(*is_write)) {
+                        locks.lock(number, is_write, range);
+                    }
+                }
+            });
+        }
         self.forget_idle_holder(client, owner, file);
         Ok(())
     }
@@ -259,55 +277,62 @@ impl State {
     /// A client waits for a lock that has just been refused; false if too many wait.
     pub(crate) fn wait_monitored(&mut self, freed: PendingGrant) -> bool {
         let PendingGrant { client, owner, file, handle, is_write, range, since, .. } = freed;
-        let Some(state) = self.files.get_mut(&file) else { return false };
-        let is_there = |known: &Waiting| (known.client, &known.owner, known.range) == (client, &owner, range);
-        if state.waiting.len() >= WAITING_MAX && !state.waiting.iter().any(is_there) {
-            return false;
-        }
-        let since = state.waiting.iter().find(|known| is_there(known)).map_or(since, |known| known.since);
-        self.wait_for_lock(Waiting { client, owner, is_monitored: true, handle, is_write, range, since }, &file);
-        self.note_wait(client, &file);
-        true
+        let waiting = self.files.get(&file).into_iter().flat_map(|state| &state.waiting);
+        let is_there = |known: &&Waiting| (known.client, &known.owner, known.range) == (client, &owner, range);
+        let since = waiting.into_iter().find(is_there).map_or(since, |known| known.since);
+        self.wait_for_lock(Waiting { client, owner, is_monitored: true, handle, is_write, range, since }, &file)
     }
 
-    /// NLM_CANCEL; whether it waited.
+    /// A client does not wait for a lock any more, and is not given it if it has become free. True if it waited.
     pub(crate) fn cancel_wait(&mut self, client: u64, owner: &[u8], file: &FileIdentity, range: Range) -> bool {
-        let Some(state) = self.files.get_mut(file) else { return false };
-        let before = state.waiting.len();
-        state.waiting.retain(|known| (known.client, &*known.owner, known.range) != (client, owner, range));
-        let has_waited = before != state.waiting.len();
-        self.note_wait(client, file);
-        has_waited
+        self.end_waits(client, owner, file, range, |_| true)
     }
 
-    /// A client that is gone does not wait any more.
-    pub(super) fn forget_waits(&mut self, client: u64, files: HashSet<FileIdentity>) {
-        for file in files {
-            if let Some(state) = self.files.get_mut(&file) {
-                state.waiting.retain(|known| known.client != client);
-            }
-        }
-        self.freed.retain(|freed| freed.client != client);
+    /// An owner has locked a range by a call: it does not wait for that lock any more.
+    pub(crate) fn has_been_locked(&mut self, client: u64, owner: &[u8], file: &FileIdentity, of: bool, range: Range) {
+        self.end_waits(client, owner, file, range, |is_write| of || !is_write);
     }
 
-    /// Notes whether a client waits in a file, after that may have changed.
-    fn note_wait(&mut self, client: u64, file: &FileIdentity) {
-        let waiting = self.files.get(file).into_iter().flat_map(|state| &state.waiting);
-        let is_there = waiting.into_iter().any(|known| known.client == client);
-        let Some(client) = self.clients.get_mut(&client) else { return };
-        if is_there {
-            client.waits.insert(file.clone());
-        } else {
-            client.waits.remove(file);
+    fn end_waits(
+        &mut self,
+        client: u64,
+        owner: &[u8],
+        file: &FileIdentity,
+        range: Range,
+        ends: impl Fn(bool) -> bool,
+    ) -> bool {
+        let key = || wait_key(client, owner, file, range);
+        if !self.giving.is_empty() && self.giving.get(&key()).is_some_and(|(_, is_write)| ends(*is_write)) {
+            self.giving.remove(&key());
         }
+        let is_it = |known: &Waiting| {
+            (known.client, &*known.owner, known.range) == (client, owner, range) && ends(known.is_write)
+        };
+        !self.end_waits_in(file, is_it).is_empty()
     }
 
     /// What is to be done for a client that has waited.
     pub(super) fn freed(&mut self, waiting: Waiting, file: &FileIdentity) -> Option<PendingGrant> {
-        self.note_wait(waiting.client, file);
         let Waiting { client, owner, handle, is_write, range, since, .. } = waiting;
         let host = Host::of(&self.clients.get(&client)?.name)?;
-        Some(PendingGrant { client, host, owner, file: file.clone(), handle, is_write, range, since })
+        self.given += 1;
+        let number = self.given;
+        self.giving.insert(wait_key(client, &owner, file, range), (number, is_write));
+        Some(PendingGrant { number, client, host, owner, file: file.clone(), handle, is_write, range, since })
+    }
+
+    /// True while a client waits for a lock that has become free.
+    pub(crate) fn is_wanted(&self, freed: &PendingGrant) -> bool {
+        let PendingGrant { number, client, owner, file, range, .. } = freed;
+        self.giving.get(&wait_key(*client, owner, file, *range)).is_some_and(|(known, _)| known == number)
+    }
+
+    /// A lock that has become free has been given, or will not be.
+    pub(crate) fn end_wait(&mut self, freed: &PendingGrant) {
+        if self.is_wanted(freed) {
+            let PendingGrant { client, owner, file, range, .. } = freed;
+            self.giving.remove(&wait_key(*client, owner, file, *range));
+        }
     }
 
     /// Locks that clients of version 3 wait for and that have become free.

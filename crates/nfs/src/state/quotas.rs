@@ -144,6 +144,15 @@ impl State {
         let all = self.files.values().flat_map(|state| state.all_locks());
         all.for_each(|lock| locks.add(self.origin_of(lock.holder), 1));
         assert_eq!(self.locks, locks);
+        let mut waits = HostCounts::default();
+        for (file, state) in &self.files {
+            for waiting in &state.waiting {
+                let client = &self.clients[&waiting.client];
+                assert!(client.waits.contains(file));
+                waits.add(client.origin, 1);
+            }
+        }
+        assert_eq!(self.waits, waits);
         for (file, state) in &self.files {
             let of_file: Vec<&Held> = self.held.values().filter(|held| held.file() == file).collect();
             let opens = of_file.iter().filter(|held| matches!(held, Held::Open(_))).count();

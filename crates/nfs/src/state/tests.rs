@@ -832,7 +832,7 @@ fn many_locks_go_at_once_and_those_who_wait_are_looked_at_once() {
         };
         state.wait_for_lock(waiting, &file(1));
     }
-    assert_eq!(state.files[&file(1)].waiting.len(), WAITING_MAX);
+    assert_eq!(state.files[&file(1)].waiting.len(), (WAITING_MAX * 8).div_ceil(9), "as many as one host may have");
     state.close(a, open_a, &file(1)).unwrap();
     assert_eq!(state.to_wake.len(), 1, "all locks together");
     state.take_notices();
@@ -941,8 +941,9 @@ fn lock3(state: &mut State, now: u64, client: u64, owner: &str, is_write: bool, 
 }
 
 fn wait3(state: &mut State, client: u64, at: &str, owner: &str, of: Range, since: u64) -> bool {
-    let (host, owner, handle) = (host(at), owner.as_bytes().into(), [].into());
-    state.wait_monitored(PendingGrant { client, host, owner, file: file(1), handle, is_write: true, range: of, since })
+    let (number, host, owner, handle) = (0, host(at), owner.as_bytes().into(), [].into());
+    let wait = PendingGrant { number, client, host, owner, file: file(1), handle, is_write: true, range: of, since };
+    state.wait_monitored(wait)
 }
 
 #[test]
@@ -1030,10 +1031,8 @@ fn who_waits_for_a_lock_of_version_3_is_woken_in_order_and_keeps_its_place() {
     drop(state.take_notices());
     assert!(state.take_freed().is_empty());
     // There is room for so many.
-    for n in 0..WAITING_MAX {
-        assert!(wait3(&mut state, c, addresses[2], &format!("w{n}"), range(20, 1), 0));
-    }
-    assert!(!wait3(&mut state, a, addresses[0], "p", range(20, 1), 0));
+    let waited = (0..).take_while(|n| wait3(&mut state, c, addresses[2], &format!("w{n}"), range(20, 1), 0)).count();
+    assert_eq!(waited, (WAITING_MAX * 8).div_ceil(9));
     assert!(wait3(&mut state, c, addresses[2], "w7", range(20, 1), 0), "one that waits may ask again");
 }
 
@@ -1120,8 +1119,10 @@ fn who_polls_does_not_take_the_place_of_who_may_not() {
         state.wait_for_lock(wait, &file(1));
     };
     poll(&mut state, "first");
+    let address = |n: usize| format!("192.0.2.{}", 1 + n % 9);
     for n in 1..WAITING_MAX {
-        assert!(wait3(&mut state, a, "192.0.2.1", &n.to_string(), range(0, 1), 0));
+        let client = state.monitored(0, &host(&address(n)), 1).unwrap();
+        assert!(wait3(&mut state, client, &address(n), &n.to_string(), range(0, 1), 0));
     }
     poll(&mut state, "second");
     let owners = |state: &State| state.files[&file(1)].waiting.iter().map(|w| w.owner.clone()).collect::<Vec<_>>();
@@ -1129,8 +1130,12 @@ fn who_polls_does_not_take_the_place_of_who_may_not() {
     assert_eq!(are_there, [false, true, true]);
     // One that is gone waits in no file.
     assert_eq!(state.clients[&a].waits.len(), 1);
-    host_restarted(&mut state, "192.0.2.1".parse().unwrap(), 2);
+    (0..9).for_each(|n| assert_eq!(host_restarted(&mut state, address(n).parse().unwrap(), 2), 1));
     assert_eq!(owners(&state), [b"second".as_slice().into()]);
+    state.check_counts();
+    // Also with version 4.
+    state.remove_client(b);
+    assert_eq!((owners(&state).len(), state.waits.total()), (0, 0));
 }
 
 #[test]
@@ -1536,11 +1541,98 @@ fn a_lock_that_is_not_wanted_leaves_what_was_there_before() {
     lock3(&mut state, 0, a, "p", false, range(8, 10)).unwrap();
     let before = state.locked_in(a, b"p", &file(1), range(0, 10));
     lock3(&mut state, 0, a, "p", true, range(0, 10)).unwrap();
-    state.take_back(a, b"p", &file(1), range(0, 10), &before).unwrap();
+    state.take_back(a, b"p", &file(1), &[range(0, 10)], &before).unwrap();
     let has = |state: &State, is_write, of| state.has_locked(a, b"p", &file(1), is_write, of);
     assert!(has(&state, false, range(2, 4)) && has(&state, false, range(8, 2)) && has(&state, false, range(10, 8)));
     assert!(!has(&state, false, range(0, 1)) && !has(&state, false, range(6, 1)) && !has(&state, true, range(2, 1)));
     let before = state.locked_in(a, b"q", &file(1), range(0, 10));
     assert_eq!(before, []);
-    state.take_back(a, b"q", &file(1), range(0, 10), &before).unwrap();
+    state.take_back(a, b"q", &file(1), &[range(0, 10)], &before).unwrap();
+}
+
+#[test]
+fn what_was_there_before_is_not_given_against_others() {
+    let mut state = State::new(7, LEASE, Records::new());
+    let [a, b] = ["192.0.2.1", "192.0.2.2"].map(|at| state.monitored(0, &host(at), 1).unwrap());
+    let has = |state: &State, client, owner: &str, is_write, of| {
+        state.has_locked(client, owner.as_bytes(), &file(1), is_write, of)
+    };
+    // What is given is for reading; another reads, too.
+    lock3(&mut state, 0, a, "p", true, range(0, 5)).unwrap();
+    let before = state.locked_in(a, b"p", &file(1), range(0, 10));
+    lock3(&mut state, 0, a, "p", false, range(0, 10)).unwrap();
+    lock3(&mut state, 0, b, "q", false, range(0, 2)).unwrap();
+    state.take_back(a, b"p", &file(1), &[range(0, 10)], &before).unwrap();
+    assert!(has(&state, a, "p", false, range(0, 5)) && !has(&state, a, "p", true, range(0, 2)));
+    assert!(!has(&state, a, "p", false, range(5, 1)));
+    // The owner has given it back meanwhile, and another has it.
+    state.unlock_monitored(a, b"p", &file(1), Range::ALL).unwrap();
+    lock3(&mut state, 0, b, "q", true, range(0, 5)).unwrap();
+    state.take_back(a, b"p", &file(1), &[range(0, 10)], &before).unwrap();
+    assert!(!has(&state, a, "p", false, range(0, 1)) && has(&state, b, "q", true, range(0, 5)));
+    state.check_counts();
+}
+
+#[test]
+fn a_wait_can_be_cancelled_while_the_lock_is_being_given() {
+    let mut state = State::new(7, LEASE, Records::new());
+    let [a, b] = ["192.0.2.1", "192.0.2.2"].map(|at| state.monitored(0, &host(at), 1).unwrap());
+    let freed = |state: &mut State| {
+        lock3(state, 0, a, "p", true, range(0, 5)).unwrap();
+        assert!(wait3(state, b, "192.0.2.2", "q", range(0, 5), 0));
+        state.unlock_monitored(a, b"p", &file(1), range(0, 5)).unwrap();
+        assert!(state.take_notices().is_empty());
+        let mut freed = state.take_freed();
+        assert_eq!(freed.len(), 1);
+        freed.remove(0)
+    };
+    let first = freed(&mut state);
+    assert!(state.is_wanted(&first));
+    state.cancel_wait(b, b"q", &file(1), range(0, 5));
+    assert!(!state.is_wanted(&first));
+    // It waits again: the earlier wait has still ended.
+    let second = freed(&mut state);
+    assert!(state.is_wanted(&second) && !state.is_wanted(&first));
+    state.end_wait(&first);
+    // A call of its own for reading leaves the wait for writing.
+    state.has_been_locked(b, b"q", &file(1), false, range(0, 5));
+    assert!(state.is_wanted(&second));
+    state.has_been_locked(b, b"q", &file(1), true, range(0, 5));
+    assert!(!state.is_wanted(&second));
+    assert!(state.giving.is_empty());
+}
+
+#[test]
+fn a_host_that_waits_for_many_locks_keeps_no_other_out() {
+    let mut state = State::new(7, LEASE, Records::new());
+    let addresses = ["192.0.2.1", "192.0.2.2", "192.0.2.3"];
+    let [a, b, c] = addresses.map(|at| state.monitored(0, &host(at), 1).unwrap());
+    lock3(&mut state, 0, c, "p", true, range(0, 10)).unwrap();
+    let poll = |state: &mut State, client, owner: &str, since| {
+        let (owner, handle) = (owner.as_bytes().into(), [].into());
+        let wait = Waiting { client, owner, is_monitored: false, handle, is_write: true, range: range(0, 1), since };
+        state.wait_for_lock(wait, &file(1))
+    };
+    let places = (WAITING_MAX * 8).div_ceil(9);
+    let waited = (0..).take_while(|n| wait3(&mut state, a, addresses[0], &format!("w{n}"), range(0, 1), *n)).count();
+    assert_eq!(waited, places);
+    assert!(wait3(&mut state, a, addresses[0], "w0", range(0, 1), 9), "one that waits stays");
+    assert!(wait3(&mut state, b, addresses[1], "w", range(0, 1), 9));
+    // The polls of one host give way to each other, and to others when there is no place left.
+    let d = client(&mut state, 0, "d");
+    for n in 0..2 * WAITING_MAX {
+        assert!(poll(&mut state, d, &n.to_string(), n as u64) || n < 8);
+    }
+    let of = |state: &State, client| state.files[&file(1)].waiting.iter().filter(|wait| wait.client == client).count();
+    assert_eq!((of(&state, a), of(&state, b)), (places, 1));
+    assert!(of(&state, d) > 0);
+    for n in 0..8 {
+        wait3(&mut state, b, addresses[1], &format!("v{n}"), range(0, 1), 9);
+    }
+    assert!(of(&state, b) > 1);
+    state.check_counts();
+    // In all files.
+    state.waits.add(state.clients[&b].origin, (WAITS_TOTAL_MAX * 8 / 9) as isize);
+    assert!(!wait3(&mut state, b, addresses[1], "u", range(5, 1), 9));
+    assert!(wait3(&mut state, c, addresses[2], "u", range(0, 1), 9) || of(&state, c) == 0);
 }

@@ -1,10 +1,13 @@
 //! Clients waiting for locks, and the callbacks due when these are free (RFC 8881, section 9.6).
 
 use super::files::{Held, Owner};
-use super::{FileIdentity, Range, State, Stateid, WAITING_MAX};
+use super::quotas::HostCounts;
+use super::{FileIdentity, Range, State, Stateid, WAITING_MAX, WAITS_TOTAL_MAX};
 use crate::v4::callback::Notice;
 use crate::v4::session::Session;
+use std::collections::HashSet;
 use std::sync::Arc;
+use thruway_tcp::Origin;
 
 /// A wait for a lock.
 pub(crate) struct Waiting {
@@ -28,23 +31,86 @@ impl State {
         }
     }
 
-    /// A client waits for a lock that has just been refused. It may give up without a word; there is one callback.
-    pub(crate) fn wait_for_lock(&mut self, waiting: Waiting, file: &FileIdentity) {
+    /// A client waits for a lock that has just been refused. It may give up without a word; there is one callback. False if too many wait:
+    /// then it gets none.
+    pub(crate) fn wait_for_lock(&mut self, waiting: Waiting, file: &FileIdentity) -> bool {
         let lease_ms = self.lease_ms;
-        let Some(state) = self.files.get_mut(file) else { return };
-        let is_other = |known: &Waiting| {
-            (known.client, &known.owner, known.range) != (waiting.client, &waiting.owner, waiting.range)
-        };
-        let still_asks = |known: &Waiting| waiting.since.saturating_sub(known.since) < lease_ms;
-        state.waiting.retain(|known| is_other(known) && (known.is_monitored || still_asks(known)));
-        if state.waiting.len() >= WAITING_MAX {
-            // Those of version 3 may not ask again.
-            let Some(longest) = state.waiting.iter().position(|known| !known.is_monitored) else { return };
-            state.waiting.remove(longest);
+        let Some(origin) = self.clients.get(&waiting.client).map(|client| client.origin) else { return false };
+        let (owner, range) = (waiting.owner.clone(), waiting.range);
+        let is_same = |known: &Waiting| (known.client, &known.owner, known.range) == (waiting.client, &owner, range);
+        let has_ended = |known: &Waiting| !known.is_monitored && waiting.since.saturating_sub(known.since) >= lease_ms;
+        let ended = self.end_waits_in(file, |known| is_same(known) || has_ended(known));
+        if !ended.iter().any(is_same) && !self.has_place(origin, file) {
+            return false;
         }
+        let Some(state) = self.files.get_mut(file) else { return false };
         // One that comes again keeps its place.
         let place = state.waiting.partition_point(|known| known.since <= waiting.since);
+        let client = waiting.client;
         state.waiting.insert(place, waiting);
+        self.waits.add(origin, 1);
+        self.note_wait(client, file);
+        true
+    }
+
+    /// True if a client of a host may wait for a lock of a file. Another wait may end for that.
+    fn has_place(&mut self, origin: Origin, file: &FileIdentity) -> bool {
+        if !self.waits.has_room(origin, WAITS_TOTAL_MAX) {
+            return false;
+        }
+        let Some(state) = self.files.get(file) else { return false };
+        let origin_of = |known: &Waiting| self.clients.get(&known.client).map(|client| client.origin);
+        let mut of_hosts = HostCounts::default();
+        state.waiting.iter().filter_map(origin_of).for_each(|origin| of_hosts.add(origin, 1));
+        if of_hosts.has_room(origin, WAITING_MAX) {
+            return true;
+        }
+        // Those of version 3 may not ask again. The others poll.
+        let gives_way = if of_hosts.total() < WAITING_MAX { Some(origin) } else { of_hosts.most() };
+        let polls = |known: &&Waiting| !known.is_monitored;
+        let mut of_host = state.waiting.iter().filter(polls).filter(|known| origin_of(known) == gives_way);
+        let of_all = || state.waiting.iter().find(polls).filter(|_| gives_way != Some(origin));
+        let Some(longest) = of_host.next().or_else(of_all) else { return false };
+        let (client, owner, range) = (longest.client, longest.owner.clone(), longest.range);
+        self.end_waits_in(file, |known| (known.client, &known.owner, known.range) == (client, &owner, range));
+        true
+    }
+
+    /// Ends waits for locks of a file, and returns them.
+    pub(super) fn end_waits_in(&mut self, file: &FileIdentity, ends: impl Fn(&Waiting) -> bool) -> Vec<Waiting> {
+        let Some(state) = self.files.get_mut(file) else { return Vec::new() };
+        let ended: Vec<Waiting> = state.waiting.extract_if(.., |known| ends(known)).collect();
+        ended.iter().for_each(|wait| self.note_end(wait.client, file));
+        ended
+    }
+
+    /// Counts a wait of a client that has ended.
+    fn note_end(&mut self, client: u64, file: &FileIdentity) {
+        if let Some(origin) = self.clients.get(&client).map(|client| client.origin) {
+            self.waits.add(origin, -1);
+        }
+        self.note_wait(client, file);
+    }
+
+    /// Notes whether a client waits in a file, after that may have changed.
+    fn note_wait(&mut self, client: u64, file: &FileIdentity) {
+        let waiting = self.files.get(file).into_iter().flat_map(|state| &state.waiting);
+        let is_there = waiting.into_iter().any(|known| known.client == client);
+        let Some(client) = self.clients.get_mut(&client) else { return };
+        if is_there {
+            client.waits.insert(file.clone());
+        } else {
+            client.waits.remove(file);
+        }
+    }
+
+    /// A client that is gone does not wait any more.
+    pub(super) fn forget_waits(&mut self, client: u64, origin: Origin, files: HashSet<FileIdentity>) {
+        for file in files {
+            let ended = self.end_waits_in(&file, |known| known.client == client).len();
+            self.waits.add(origin, -(ended as isize));
+        }
+        self.freed.retain(|freed| freed.client != client);
     }
 
     /// Locks within this range of a file were released. Without effect if nobody waits for any of it.
@@ -81,6 +147,7 @@ impl State {
             }
         }
         for waiting in ready {
+            self.note_end(waiting.client, file);
             if waiting.is_monitored {
                 let freed = self.freed(waiting, file);
                 self.freed.extend(freed);

@@ -28,6 +28,7 @@ use self::recovery::Recovery;
 use self::session::Session;
 use self::status::Status;
 use crate::delegations::Delegate;
+use crate::file_system::OpenGuard;
 use crate::identity::FileIdentity;
 use crate::share::Shares;
 use crate::state::{GrantPermit, PendingGrant, Refused, State};
@@ -37,10 +38,11 @@ use std::path::PathBuf;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
-use thruway_engine::Reactors;
+use thruway_engine::{Reactors, reactor};
 use thruway_rpc::message::{AuthError, CallHeader, Refusal};
 use thruway_rpc::server::{Answer, Call, Program};
 use thruway_rpc::xdr::{self, Decoder, Encoder};
+use thruway_server::{caller, slices};
 use tokio::sync::mpsc;
 
 /// The program's number.
@@ -202,6 +204,22 @@ impl Nfs4 {
     }
 }
 
+/// Files that are closed as one unit of work.
+const CLOSED_OF_UNIT: usize = 16;
+
+/// Lets go of what was kept open: of many files in steps, so that others can work between them.
+fn close_all(mut dropped: Vec<OpenGuard>) {
+    if dropped.len() <= CLOSED_OF_UNIT || reactor::node().is_none() {
+        return;
+    }
+    reactor::start(caller::inherited(async move {
+        while !dropped.is_empty() {
+            slices::spend(1).await;
+            dropped.truncate(dropped.len().saturating_sub(CLOSED_OF_UNIT));
+        }
+    }));
+}
+
 impl Server {
     pub(crate) fn now(&self) -> u64 {
         self.clock.now()
@@ -219,7 +237,7 @@ impl Server {
         if let Some(give) = self.lock_waits.get() {
             freed.into_iter().for_each(give);
         }
-        drop(dropped);
+        close_all(dropped);
         notices.into_iter().for_each(|(session, notice)| send(session, notice));
         recalls.into_iter().for_each(|number| recall::start(self, number));
         result

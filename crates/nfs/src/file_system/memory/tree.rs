@@ -66,6 +66,8 @@ pub(super) struct Tree {
     used: u64,
     /// Data of files that are gone or truncated, which [`Tree::free_step`] frees.
     removed: Vec<Data>,
+    /// Number of times that data was added to `removed`.
+    removals: u64,
 }
 
 fn now() -> Time {
@@ -268,7 +270,7 @@ impl Node {
 
 impl Tree {
     pub(super) fn new(bytes: u64) -> Tree {
-        let mut tree = Tree { nodes: HashMap::new(), next: ROOT, bytes, used: 0, removed: Vec::new() };
+        let mut tree = Tree { nodes: HashMap::new(), next: ROOT, bytes, used: 0, removed: Vec::new(), removals: 0 };
         let root = Credentials { uid: 0, gid: 0, groups: Vec::new() };
         tree.add(&root, Kind::Directory, 0o1777, Content::Directory(Directory::new(ROOT)));
         tree.nodes.get_mut(&ROOT).expect("the first").attributes.links = 2;
@@ -323,6 +325,16 @@ impl Tree {
         }
     }
 
+    /// Number of times that data was removed that [`Tree::free_step`] frees.
+    pub(super) fn removals(&self) -> u64 {
+        self.removals
+    }
+
+    fn set_aside(&mut self, data: Data) {
+        self.removed.push(data);
+        self.removals += 1;
+    }
+
     pub(super) fn has_removed(&self) -> bool {
         !self.removed.is_empty()
     }
@@ -369,7 +381,7 @@ impl Tree {
         if let Content::Data(data) = &mut node.content
             && data.bytes() > STEP_MAX
         {
-            self.removed.push(std::mem::take(data));
+            self.set_aside(std::mem::take(data));
         }
         self.used -= node.weight();
     }
@@ -688,7 +700,7 @@ impl Tree {
         if data.end_of_step(size, u64::MAX) < u64::MAX {
             // No file has these pages any more, but they are still counted.
             let removed = Data(data.0.split_off(&behind));
-            self.removed.push(removed);
+            self.set_aside(removed);
         }
         self.change_data(id, Some(size), |data| data.clear(size, u64::MAX))
     }

@@ -1,0 +1,185 @@
+//! Locks that clients of version 3 were given after a wait, and of which they may not know.
+//!
+//! A client that does not want such a lock any more cancels its wait, or denies the callback. Then its owner gets back what it had before,
+//! except where it has locked or unlocked something by a call since. Unacknowledged grants of one owner in a file do not overlap.
+
+use crate::identity::FileIdentity;
+use crate::state::{HostCounts, Range};
+use std::collections::{BTreeMap, HashMap};
+use thruway_tcp::Origin;
+
+/// Most grants in progress: locks that are being given after a wait, until their clients acknowledge them. Quota of one host: eight times
+/// the remaining room.
+const GRANTS_MAX: usize = 16 << 10;
+
+/// Most parts of one grant, and most locks that its owner had before. With more locks before, the owner gets none of them back.
+const PARTS_MAX: usize = 64;
+
+/// An owner of locks in a file.
+pub(super) type LockOwner = (u64, Box<[u8]>, FileIdentity);
+
+/// What an owner had locked in a range before it was given that range.
+pub(super) type Before = Vec<(bool, Range)>;
+
+/// A lock that a client may not know of.
+#[derive(Debug)]
+pub(super) struct Grant {
+    last: u64,
+    /// Parts of the range that the owner has neither locked nor unlocked by a call since.
+    pub due: Vec<Range>,
+    pub before: Before,
+}
+
+/// Unacknowledged grants by owner and first byte, and the number of grants in progress of each host.
+#[derive(Default)]
+pub(super) struct Grants {
+    of_owner: HashMap<LockOwner, BTreeMap<u64, Grant>>,
+    in_progress: HostCounts,
+}
+
+impl Grants {
+    /// True if a client of this host may wait for another lock.
+    pub(super) fn has_room(&self, origin: Origin) -> bool {
+        self.in_progress.has_room(origin, GRANTS_MAX)
+    }
+
+    /// Counts a grant in progress (`more` is 1), or no longer (-1).
+    pub(super) fn count(&mut self, origin: Origin, more: isize) {
+        self.in_progress.add(origin, more);
+    }
+
+    /// True if an unacknowledged grant of the owner overlaps a range.
+    pub(super) fn overlaps(&self, owner: &LockOwner, range: Range) -> bool {
+        let before = self.of_owner.get(owner).and_then(|grants| grants.range(..=range.last).next_back());
+        before.is_some_and(|(_, grant)| grant.last >= range.start)
+    }
+
+    /// Adds a grant, which overlaps no other.
+    pub(super) fn insert(&mut self, owner: LockOwner, range: Range, mut before: Before) {
+        if before.len() > PARTS_MAX {
+            before.clear();
+        }
+        let grant = Grant { last: range.last, due: vec![range], before };
+        self.of_owner.entry(owner).or_default().insert(range.start, grant);
+    }
+
+    /// The unacknowledged grant of this very range.
+    pub(super) fn get(&self, owner: &LockOwner, range: Range) -> Option<&Grant> {
+        self.of_owner.get(owner)?.get(&range.start).filter(|grant| grant.last == range.last)
+    }
+
+    /// The client knows what has become of the grant of this very range.
+    pub(super) fn remove(&mut self, owner: &LockOwner, range: Range) {
+        if self.get(owner, range).is_none() {
+            return;
+        }
+        let Some(grants) = self.of_owner.get_mut(owner) else { return };
+        grants.remove(&range.start);
+        if grants.is_empty() {
+            self.of_owner.remove(owner);
+        }
+    }
+
+    /// The owner has locked or unlocked a range by a call. This acknowledges a grant of the same range.
+    pub(super) fn changed(&mut self, owner: &LockOwner, range: Range) {
+        self.remove(owner, range);
+        let Some(grants) = self.of_owner.get_mut(owner) else { return };
+        for (_, grant) in grants.range_mut(..=range.last).rev().take_while(|(_, grant)| grant.last >= range.start) {
+            let parts = grant.due.iter().flat_map(|part| without(*part, range));
+            grant.due = parts.take(PARTS_MAX).collect();
+        }
+    }
+}
+
+/// What is left of a range without another one.
+fn without(part: Range, other: Range) -> impl Iterator<Item = Range> {
+    let before = other.start.checked_sub(1).map(|last| Range { start: part.start, last: last.min(part.last) });
+    let behind = other.last.checked_add(1).map(|start| Range { start: start.max(part.start), last: part.last });
+    [before, behind].into_iter().flatten().filter(|rest| rest.start <= rest.last)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::file_system::FileId;
+    use proptest::prelude::*;
+
+    fn owner(client: u64, file: u8) -> LockOwner {
+        (client, b"owner"[..].into(), FileIdentity { file_system: 1, file: FileId([file].into_iter().collect()) })
+    }
+
+    fn range(start: u64, last: u64) -> Range {
+        Range { start, last }
+    }
+
+    #[test]
+    fn grants_in_progress_of_a_host_have_a_quota() {
+        let (one, other) = (Origin::of_host([10, 0, 0, 1].into()), Origin::of_host([10, 0, 0, 2].into()));
+        let mut grants = Grants::default();
+        let mut begin = |origin, most: usize| {
+            let mut begun = 0;
+            while begun < most && grants.has_room(origin) {
+                grants.count(origin, 1);
+                begun += 1;
+            }
+            begun
+        };
+        let first = begin(one, 2 * GRANTS_MAX);
+        assert!((GRANTS_MAX / 2..GRANTS_MAX).contains(&first), "{first}");
+        assert_eq!(begin(other, 64), 64, "room for others is left");
+        grants.count(one, -(first as isize));
+        assert_eq!((grants.in_progress.total(), grants.has_room(one)), (64, true));
+    }
+
+    #[test]
+    fn calls_of_an_owner_change_what_is_due_in_this_file_only() {
+        let (here, there, other) = (owner(1, 1), owner(1, 2), owner(2, 1));
+        let mut grants = Grants::default();
+        for known in [&here, &there, &other] {
+            grants.insert(known.clone(), range(10, 19), vec![(false, range(10, 12))]);
+        }
+        grants.changed(&here, range(12, 14));
+        let due = |grants: &Grants, owner| grants.get(owner, range(10, 19)).map(|grant| grant.due.clone());
+        assert_eq!(due(&grants, &here), Some(vec![range(10, 11), range(15, 19)]));
+        assert_eq!(due(&grants, &there), Some(vec![range(10, 19)]), "another file");
+        assert_eq!(due(&grants, &other), Some(vec![range(10, 19)]), "another client");
+        grants.changed(&here, range(0, u64::MAX));
+        assert_eq!(due(&grants, &here), Some(vec![]), "the client is still to be called");
+        grants.changed(&there, range(10, 19));
+        assert_eq!(due(&grants, &there), None, "the client knows");
+        [&here, &other].into_iter().for_each(|known| grants.remove(known, range(10, 19)));
+        assert!(grants.of_owner.is_empty(), "nothing is left");
+    }
+
+    proptest! {
+        /// Compares what is due, and which ranges overlap, byte by byte.
+        #[test]
+        fn what_is_due_are_the_bytes_without_a_call(
+            given in prop::collection::vec((0u64..50, 0u64..8), 1..8),
+            calls in prop::collection::vec((0u64..50, 0u64..12), 0..8),
+        ) {
+            let (mut grants, owner) = (Grants::default(), owner(1, 1));
+            let mut ranges: Vec<Range> = Vec::new();
+            for (start, len) in given {
+                let wanted = range(start, start + len);
+                let overlaps = ranges.iter().any(|known| known.overlaps(&wanted));
+                prop_assert_eq!(grants.overlaps(&owner, wanted), overlaps);
+                if !overlaps {
+                    grants.insert(owner.clone(), wanted, Before::new());
+                    ranges.push(wanted);
+                }
+            }
+            let calls: Vec<Range> = calls.iter().map(|(start, len)| range(*start, start + len)).collect();
+            calls.iter().for_each(|call| grants.changed(&owner, *call));
+            for given in ranges {
+                let known = grants.get(&owner, given);
+                prop_assert_eq!(known.is_none(), calls.contains(&given));
+                let Some(grant) = known else { continue };
+                for byte in given.start..=given.last {
+                    let is_due = grant.due.iter().any(|part| (part.start..=part.last).contains(&byte));
+                    prop_assert_eq!(is_due, !calls.iter().any(|call| (call.start..=call.last).contains(&byte)));
+                }
+            }
+        }
+    }
+}
