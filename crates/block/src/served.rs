@@ -13,6 +13,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::time::Duration;
 use thruway_engine::Segment;
+use thruway_server::slices;
+
+/// Bytes that are prefetched as one unit of work.
+const PREFETCHED_OF_UNIT: u64 = 1 << 20;
 
 /// A disk that is served.
 pub struct Served {
@@ -184,7 +188,10 @@ impl crate::layer::Layer for Served {
     }
 
     fn prefetch(&self, at: u64, len: u64) -> Op<'_, ()> {
-        self.below.prefetch(at, len)
+        Box::pin(async move {
+            slices::spend((len / PREFETCHED_OF_UNIT) as usize).await;
+            self.below.prefetch(at, len).await
+        })
     }
 
     fn write(&self, at: u64, segment: Segment, durable: bool) -> Op<'_, ()> {
@@ -265,6 +272,15 @@ mod tests {
 
     async fn segment(memory: &Segments) -> Segment {
         memory.reserve(1).await.segment(512)
+    }
+
+    #[test]
+    fn prefetching_is_as_much_work_as_its_range() {
+        let (_, units) = slices::measured(|| async {
+            let (_, served, _) = slow();
+            served.prefetch(0, 100 << 20).await.unwrap();
+        });
+        assert_eq!(units, 100);
     }
 
     const SOON: Duration = Duration::from_secs(3600);
