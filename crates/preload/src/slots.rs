@@ -16,7 +16,9 @@ use crate::lock::{Guard, Lock, Reentered};
 use rustix::mm::{MapFlags, ProtFlags};
 use std::cell::UnsafeCell;
 use std::os::fd::{AsRawFd, BorrowedFd, IntoRawFd, OwnedFd};
-use std::sync::atomic::{AtomicBool, AtomicI32, AtomicPtr, AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{
+    AtomicBool, AtomicI32, AtomicPtr, AtomicU8, AtomicU16, AtomicU32, AtomicU64, AtomicUsize, Ordering,
+};
 use thruway_sockets::board::{Board, Key, Ticket};
 use thruway_sockets::{End, Reader, Segment, Writer};
 
@@ -175,6 +177,9 @@ pub(crate) struct Local {
     pub(crate) room: AtomicI32,
     /// Which of this process's connections to relays it was handed over by (see [`crate::relay`]); 0: none.
     pub(crate) relay: AtomicU32,
+    /// Where this process has mapped the segment, or 0. A child that was forked before the segment was there has it not: it may not touch
+    /// what the slot, which both share, says.
+    pub(crate) segment: AtomicUsize,
 }
 
 /// In [`Local::instance`]: it is not known which.
@@ -378,6 +383,7 @@ pub(crate) fn add(fd: i32, forks: u32, is_accepted: bool) {
     slot.luck.store(crate::wait::recent_luck(), Ordering::Relaxed);
     slot.reason.store(0, Ordering::Relaxed);
     slot.shut.store(0, Ordering::Relaxed);
+    local.segment.store(0, Ordering::Relaxed);
     // SAFETY: the slot is new: nothing else knows it.
     unsafe {
         slot.upgrade.get().write(Upgrade {
@@ -649,17 +655,43 @@ impl Slot {
         unsafe { &mut *self.upgrade.get() }
     }
 
-    /// Sets or takes the segment. The guard is of [`Slot::upgrading`], and the connection is not accelerated, or both other locks are
-    /// held.
-    pub(crate) fn set_segment(&self, _guard: &Guard<'_>, segment: Option<Segment>) -> Option<Segment> {
+    /// Sets the segment, which this process has mapped. The guard is of [`Slot::upgrading`], and the connection is not accelerated.
+    pub(crate) fn set_segment(&self, number: u32, _guard: &Guard<'_>, segment: Segment) {
+        local(number).segment.store(segment.address(), Ordering::Relaxed);
         // SAFETY: see above.
-        unsafe { self.segment.get().replace(segment) }
+        unsafe { self.segment.get().write(Some(segment)) };
     }
 
-    /// The segment of a connection that is not accelerated yet. The guard is of [`Slot::upgrading`].
-    pub(crate) fn segment(&self, _guard: &Guard<'_>) -> Option<Segment> {
+    /// Takes the segment, if this process has it mapped. The guard is of [`Slot::upgrading`], and the connection is not accelerated, or both
+    /// other locks are held.
+    pub(crate) fn take_segment(&self, number: u32, guard: &Guard<'_>) -> Option<Segment> {
+        let segment = self.segment(number, guard)?;
+        local(number).segment.store(0, Ordering::Relaxed);
         // SAFETY: see above.
-        unsafe { *self.segment.get() }
+        unsafe { self.segment.get().write(None) };
+        Some(segment)
+    }
+
+    /// No process has descriptors of the connection any more. Returns the segment if this process has it mapped. All three guards are held.
+    pub(crate) fn end_segment(&self, number: u32, guards: [&Guard<'_>; 3]) -> Option<Segment> {
+        let segment = self.leave_segment(number, guards[0]);
+        // SAFETY: under all locks.
+        unsafe { self.segment.get().write(None) };
+        segment
+    }
+
+    /// This process does not use the segment any more: returns it if it has it mapped. Relatives may go on with it.
+    pub(crate) fn leave_segment(&self, number: u32, guard: &Guard<'_>) -> Option<Segment> {
+        let segment = self.segment(number, guard);
+        local(number).segment.store(0, Ordering::Relaxed);
+        segment
+    }
+
+    /// The segment of a connection that is not accelerated yet, if this process has it mapped. The guard is of [`Slot::upgrading`].
+    pub(crate) fn segment(&self, number: u32, _guard: &Guard<'_>) -> Option<Segment> {
+        // SAFETY: see above.
+        let segment = unsafe { *self.segment.get() };
+        segment.filter(|segment| segment.address() == local(number).segment.load(Ordering::Relaxed))
     }
 
     /// Both directions of an accelerated connection. All three guards are held.

@@ -142,9 +142,13 @@ fn consider(number: u32, fd: i32, calls: u32) {
     let _undisturbed = lock::undisturbed();
     let slot = slots::slot(number);
     let Some(guard) = slot.upgrading.try_lock() else { return };
+    if matches!(slot.phase.load(Ordering::Acquire), phase::LOOKING | phase::LISTED) && !slot.is_only_ours(number) {
+        decline(slot, &guard);
+        return never(slot, fd, Reason::Shared, &"");
+    }
     match slot.phase.load(Ordering::Acquire) {
         phase::PLAIN => begin(number, slot, &guard, fd, calls),
-        phase::LOOKING => look(slot, &guard, fd, calls),
+        phase::LOOKING => look(number, slot, &guard, fd, calls),
         phase::LISTED => {
             let upgrade = slot.upgrade(&guard);
             if calls < upgrade.next_look {
@@ -162,7 +166,7 @@ fn consider(number: u32, fd: i32, calls: u32) {
                         count(&counters().reused, 1);
                         withdraw(upgrade);
                         (upgrade.end, upgrade.spare, upgrade.peer_user) = (End::Taker, Some(0), user);
-                        slot.set_segment(&guard, Some(segment));
+                        slot.set_segment(number, &guard, segment);
                         slot.phase.store(phase::OFFERED, Ordering::Release);
                         switch(number, slot, &guard, fd);
                     } else {
@@ -251,7 +255,7 @@ fn begin(number: u32, slot: &'static Slot, guard: &Guard<'_>, fd: i32, calls: u3
     if !by_relay && !Key::is_higher(local, peer) {
         (upgrade.next_look, upgrade.looks) = (calls, 0);
         slot.phase.store(phase::LOOKING, Ordering::Release);
-        return look(slot, guard, fd, calls);
+        return look(number, slot, guard, fd, calls);
     }
     let (Some(service), Ok(cookie)) = (service(namespace), Connection::new(fd).cookie(libc::SO_COOKIE)) else {
         return never(slot, fd, Reason::Failed, &", there is no Unix socket");
@@ -285,7 +289,7 @@ fn look_later(upgrade: &mut Upgrade, calls: u32) {
 }
 
 /// Looks for the other end's entry.
-fn look(slot: &'static Slot, guard: &Guard<'_>, fd: i32, calls: u32) {
+fn look(number: u32, slot: &'static Slot, guard: &Guard<'_>, fd: i32, calls: u32) {
     let upgrade = slot.upgrade(guard);
     if calls < upgrade.next_look {
         return;
@@ -303,7 +307,7 @@ fn look(slot: &'static Slot, guard: &Guard<'_>, fd: i32, calls: u32) {
         Ok((segment, user)) => {
             board.answer(ticket);
             (upgrade.end, upgrade.spare, upgrade.peer_user) = (End::Maker, Some(listing.service), user);
-            slot.set_segment(guard, Some(segment));
+            slot.set_segment(number, guard, segment);
             slot.phase.store(phase::OFFERED, Ordering::Release);
         }
         Err((reason, error)) => never(slot, fd, reason, &format_args!(": {error}")),
@@ -571,6 +575,7 @@ fn take_offer(socket: &OwnedFd, sender: &Sender) -> io::Result<()> {
         let slot = slots::slot(number);
         if let Ok(guard) = slot.upgrading.lock()
             && slot.phase.load(Ordering::Relaxed) == phase::LISTED
+            && slot.is_only_ours(number)
         {
             let meeting = slot.upgrade(&guard).meeting.map(|(_, key)| key);
             let prove = |key| peers::prove(fd, key, offer.cookie).ok();
@@ -652,7 +657,7 @@ fn adopt(number: u32, guard: &Guard<'_>, fd: i32, offer: &Offer, file: &OwnedFd,
     };
     let upgrade = slot.upgrade(guard);
     (upgrade.end, upgrade.spare, upgrade.peer_user) = (End::Taker, spare, user.unwrap_or(u32::MAX));
-    slot.set_segment(guard, Some(segment));
+    slot.set_segment(number, guard, segment);
     slot.phase.store(phase::OFFERED, Ordering::Release);
     Ok(())
 }
@@ -675,13 +680,14 @@ fn count_in(segment: Segment) -> io::Result<Segment> {
 /// Has calls go through the segment from now on, if nothing is inside a plain call that receives: such a call would take what is not
 /// for it.
 fn switch(number: u32, slot: &'static Slot, guard: &Guard<'_>, fd: i32) {
-    let Some(segment) = slot.segment(guard) else { return };
+    // A relative that has it goes on, or gives it up.
+    let Some(segment) = slot.segment(number, guard) else { return };
     let end = slot.upgrade(guard).end;
     if end == End::Maker && !segment.is_accepted() {
         return;
     }
     let give_up = |reason, detail: &dyn std::fmt::Display| {
-        if let Some(segment) = slot.set_segment(guard, None) {
+        if let Some(segment) = slot.take_segment(number, guard) {
             drop_unused(segment);
         }
         waker::close(number);
@@ -750,14 +756,15 @@ fn switch(number: u32, slot: &'static Slot, guard: &Guard<'_>, fd: i32) {
 
 /// A connection is about to be shut down that has not been accelerated yet: it will not be. The other end, on another host, may be already,
 /// and must not wait for this one.
-pub(crate) fn give_up_before_end(slot: &Slot, fd: i32) {
+pub(crate) fn give_up_before_end(number: u32, fd: i32) {
+    let slot = slots::slot(number);
     let Ok(guard) = slot.upgrading.lock() else { return };
     let phase = slot.phase.load(Ordering::Acquire);
     if !slot.upgrade(&guard).by_relay || !matches!(phase, phase::LISTED | phase::OFFERED) {
         return;
     }
     decline(slot, &guard);
-    if let Some(segment) = slot.set_segment(&guard, None) {
+    if let Some(segment) = slot.take_segment(number, &guard) {
         unmap(segment);
     }
     never(slot, fd, if phase == phase::LISTED { Reason::NoRelay } else { Reason::Ended }, &"");
@@ -781,7 +788,7 @@ pub(crate) fn give_up(number: u32) {
     {
         withdraw(slot.upgrade(&guard));
         slot.phase.store(phase::NEVER, Ordering::Release);
-        if let Some(segment) = slot.set_segment(&guard, None) {
+        if let Some(segment) = slot.take_segment(number, &guard) {
             drop_unused(segment);
         }
     }
@@ -805,7 +812,7 @@ pub(crate) fn retire(number: u32, fd: i32) -> bool {
     writer.set_ended(&segment, &connection);
     slot.phase.store(phase::NEVER, Ordering::SeqCst);
     slot.set_ends(guards, None);
-    if let Some(segment) = slot.set_segment(&guard, None) {
+    if let Some(segment) = slot.take_segment(number, &guard) {
         drop_unused(segment);
     }
     true
@@ -853,11 +860,12 @@ pub(crate) fn tear_down(number: u32, fd: i32, last: Last) {
         if let (Ok(receiving), Ok(sending)) = (slot.receiving.lock(), slot.sending.lock()) {
             let segment = if is_last {
                 slot.phase.store(phase::NEVER, Ordering::Release);
-                slot.set_ends([&guard, &receiving, &sending], None);
-                slot.set_segment(&guard, None)
+                let guards = [&guard, &receiving, &sending];
+                slot.set_ends(guards, None);
+                slot.end_segment(number, guards)
             } else {
                 // Another process goes on with it.
-                slot.segment(&guard)
+                slot.leave_segment(number, &guard)
             };
             let upgrade = slot.upgrade(&guard);
             let is_ours = !slot.was_shared.load(Ordering::SeqCst) && !slot.is_foreign.load(Ordering::SeqCst);

@@ -348,6 +348,11 @@ impl Segment {
         Segment::file_len(self.size)
     }
 
+    /// Where it is mapped in this process.
+    pub fn address(&self) -> usize {
+        self.base.addr()
+    }
+
     /// Never: a segment has control words at least.
     pub fn is_empty(&self) -> bool {
         false

@@ -705,6 +705,34 @@ fn the_last_message_of_a_peer_that_is_killed_is_read_after_another_program_was_s
     assert!(counted["accelerated"] >= 10, "{counted:?}");
 }
 
+/// An event that only a doorbell has caused stops a loop with blocking sockets.
+#[test]
+fn loops_with_blocking_sockets_get_no_event_without_data() {
+    let lab = support::Lab::new();
+    let path = build_c(&lab, "spurious", &[]);
+    for how in ["exclusive", "inherited", "duplicate"] {
+        let counted = counters(&compare(STATS, &[path.to_str().unwrap(), how]));
+        assert!(counted["accelerated"] > 0 && counted["ring_bytes"] > 10_000, "{how}: {counted:?}");
+    }
+}
+
+/// Of a connection that was shared before its ends met, only one process has the memory.
+#[test]
+fn processes_that_share_a_connection_use_no_memory_that_they_do_not_have() {
+    let lab = support::Lab::new();
+    let path = build_c(&lab, "forked", &[]);
+    for mode in ["turns", "memory"] {
+        let run = [THRUWAY, "run", "--after-calls", "16", "--", path.to_str().unwrap(), mode];
+        let output = finish(program(None, &run));
+        assert!(output.status.success(), "{mode}: {}", String::from_utf8_lossy(&output.stdout));
+    }
+}
+
+#[test]
+fn a_program_may_look_at_a_connection_that_another_one_reads() {
+    compare_in_c("looked", RUN);
+}
+
 /// Bytes behind an urgent one are read, also where the kernel counts none because the urgent one is next.
 #[test]
 fn urgent_data_and_bytes_behind_it_arrive_as_on_tcp() {

@@ -77,7 +77,10 @@ pub(crate) fn before_shutdown(slot: &Slot, fd: c_int, directions: u8) {
     let shut = slot.shut.fetch_or(directions, Ordering::SeqCst) | directions;
     let connection = Connection::new(fd);
     if !slot.is_accelerated() {
-        return switch::give_up_before_end(slot, fd);
+        if let Some(number) = slots::find(fd) {
+            switch::give_up_before_end(number, fd);
+        }
+        return;
     }
     if directions & 2 != 0 {
         // What comes behind goes nowhere, and TCP says so.

@@ -600,12 +600,12 @@ pub(crate) unsafe fn wait(
         instance.sleepers.fetch_sub(1, Ordering::SeqCst);
     }
     if let Some(ready) = plain_ready {
-        // One that has been accelerated meanwhile may have its waker there.
-        // Or that of another process that has the instance, too.
+        // One that has been accelerated meanwhile may have its waker there, or that of another process that has the instance, too. In an
+        // instance that another process has, doorbells ring for all.
+        let rings = || instance.connections.load(Ordering::SeqCst) > 0 && switch::has_accelerated();
         // SAFETY: the kernel has written as many.
         let said = || unsafe { std::slice::from_raw_parts(events, ready as usize) };
-        let has_others = || said().iter().any(|event| is_ours(event.u64)) || !is_plain();
-        if ready <= 0 || !has_others() {
+        if ready <= 0 || !rings() && !said().iter().any(|event| is_ours(event.u64)) {
             return ready;
         }
         // SAFETY: the kernel has written as many.
@@ -724,7 +724,7 @@ fn correct(instance: &Instance, events: &mut [epoll_event]) -> usize {
             state.look_for_room(instance.ep.load(Ordering::Relaxed), connection);
             continue;
         }
-        let at = state.by_data.get(&{ event.u64 }).copied().flatten();
+        let at = state.with_data(event.u64);
         let mut events_now = event.events;
         if { event.u64 } == BELL {
             instance.quiet_bell();
@@ -767,7 +767,7 @@ fn correct(instance: &Instance, events: &mut [epoll_event]) -> usize {
                         one.told = tail;
                     }
                     state.heat(at);
-                } else if one.events & SPECIAL == 0 && wait::is_doorbell(one.number, one.descriptor()) {
+                } else if wait::is_doorbell(one.number, one.descriptor()) {
                     // Writable it may be nevertheless, which only a level tells again and again, and an edge at first.
                     events_now &= !READABLE;
                     let is_first = one.told == u64::MAX;

@@ -1,6 +1,6 @@
 //! What an epoll instance has registered, and which of it is looked at.
 
-use super::registration::{Registration, arm_connection, weight};
+use super::registration::{READABLE, Registration, arm_connection, weight};
 use crate::{room, slots};
 use libc::{c_int, epoll_event};
 use std::collections::HashMap;
@@ -12,11 +12,17 @@ const IDLE_MAX: u32 = 64;
 /// Calls that have found something in rings, after which the kernel is asked, too.
 pub(super) const KERNEL_EVERY: u32 = 4;
 
+/// What is registered with the same data, which is all that the kernel tells.
+struct Known {
+    /// The place of one registration; `None` if several connections have the same data.
+    at: Option<u32>,
+    has_others: bool,
+}
+
 #[derive(Default)]
 pub(super) struct State {
     pub(super) registrations: Vec<Registration>,
-    /// By the program's data, which is all that the kernel tells; `None` where several have the same.
-    pub(super) by_data: HashMap<u64, Option<u32>>,
+    by_data: HashMap<u64, Known>,
     pub(super) hot: Vec<u32>,
     /// Places of registrations that are no more.
     pub(super) free: Vec<u32>,
@@ -48,27 +54,32 @@ impl State {
         self.free.push(at as u32);
     }
 
+    /// The place of the registration with this data: `None` if there is none, or if several connections have it.
+    pub(super) fn with_data(&self, data: u64) -> Option<u32> {
+        self.by_data.get(&data)?.at
+    }
+
     pub(super) fn index(&mut self, data: u64, at: u32) {
-        self.by_data.entry(data).and_modify(|place| *place = None).or_insert(Some(at));
+        let registrations = &self.registrations;
+        let known = self.by_data.entry(data).or_insert(Known { at: Some(at), has_others: false });
+        if known.at == Some(at) {
+            return;
+        }
+        known.has_others = true;
+        // Of one connection that is registered by several descriptors, the one that waits for data is looked at.
+        known.at = known.at.filter(|known| registrations[*known as usize].number == registrations[at as usize].number);
+        let waits = |place: u32| registrations[place as usize].events & READABLE != 0;
+        known.at = known.at.map(|known| if waits(at) && !waits(known) { at } else { known });
     }
 
     pub(super) fn unindex(&mut self, at: u32) {
         let data = self.registrations[at as usize].data;
-        match self.by_data.get(&data) {
-            Some(&Some(one)) if one == at => drop(self.by_data.remove(&data)),
-            Some(None) => {
-                // Several have the same. One of those that are left is known by it again, if it is the only one.
-                let is_other =
-                    |(place, one): &(usize, &Registration)| one.fd >= 0 && one.data == data && *place != at as usize;
-                let mut others = self.registrations.iter().enumerate().filter(is_other).map(|(place, _)| place as u32);
-                match (others.next(), others.next()) {
-                    (Some(only), None) => drop(self.by_data.insert(data, Some(only))),
-                    (None, _) => drop(self.by_data.remove(&data)),
-                    _ => {}
-                }
-            }
-            _ => {}
+        if self.by_data.remove(&data).is_none_or(|known| !known.has_others) {
+            return;
         }
+        let is_other = |(place, one): &(usize, &Registration)| one.fd >= 0 && one.data == data && *place != at as usize;
+        let others = self.registrations.iter().enumerate().filter(is_other).map(|(place, _)| place as u32);
+        others.collect::<Vec<_>>().into_iter().for_each(|other| self.index(data, other));
     }
 
     /// What waits for room on a connection has been woken.

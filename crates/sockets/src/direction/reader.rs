@@ -21,6 +21,10 @@ pub enum Found {
     Nothing,
 }
 
+/// Looks for bytes that have been shown, while another reader of the TCP connection takes them and others come. Each look fails only if
+/// both happen during it.
+const TAKEN_MAX: usize = 64;
+
 /// Reads of `opened` and the tail until both belong together: `opened` changes once between them at most, unless the peer lies.
 const READS_MAX: usize = 4;
 
@@ -242,15 +246,19 @@ impl Reader {
     /// # Errors
     /// [`Broken`].
     pub fn find(&mut self, segment: &Segment, tcp: &impl Tcp) -> Result<Found, Broken> {
-        let found = self.find_next(segment, tcp)?;
-        if found == Found::Nothing && self.shown_ahead > 0 {
-            // Another reader has taken these bytes, or the peer has retracted them.
-            if self.available(tcp) > 0 {
-                return self.broken();
+        for _ in 0..TAKEN_MAX {
+            let found = self.find_next(segment, tcp)?;
+            if found != Found::Nothing || self.shown_ahead == 0 {
+                return Ok(found);
             }
-            self.shown_ahead = 0;
+            // Another reader has taken these bytes, or the peer has retracted them.
+            if self.available(tcp) == 0 {
+                self.shown_ahead = 0;
+                return Ok(found);
+            }
+            // Others may have come since.
         }
-        Ok(found)
+        self.broken()
     }
 
     fn find_next(&mut self, segment: &Segment, tcp: &impl Tcp) -> Result<Found, Broken> {
