@@ -1,5 +1,6 @@
 //! Page-aligned memory for blocks: mapped, of huge pages where it is large, and shared with devices and peers.
 
+pub mod file;
 pub mod sealed;
 
 use rustix::mm::{Advice, MapFlags, ProtFlags};

@@ -1,9 +1,10 @@
 //! The board of a group: a file that is opened for each look. See [`super::Board`] for what each function does.
 //!
 //! The members of a group are different users, who need not trust each other further than to meet. Each of them can write anything there,
-//! and make the file shorter at any moment, which would end a process that has it mapped. So nothing maps it, and nothing keeps a
-//! descriptor of it, which a program that closes what it does not know would make one of a file of its own. What a member can do is to
-//! keep others from finding each other.
+//! and make the file shorter at any moment, which would end a process that uses it as memory; and each can hold the lock of the file that a
+//! write waits for. So reads are those of a file, and writes go through a mapping that is made for each ([`thruway_memory::file::store`]).
+//! Nothing keeps a descriptor of it, which a program that closes what it does not know would make one of a file of its own. What a member
+//! can do is to keep others from finding each other.
 
 use super::{ENTRIES, ENTRY_LEN, Key, Listing, Ticket, WAYS, WORDS, hash};
 use rustix::fs::{FileType, Mode, OFlags, RenameFlags};
@@ -38,9 +39,9 @@ struct Entry {
 /// The place of [`Entry::answered`].
 const ANSWERED: usize = 8;
 
+/// Fails if a member has made the file shorter.
 fn write(file: &OwnedFd, bytes: &[u8], at: u64) -> Option<()> {
-    (sealed::may_be_long((ENTRIES * ENTRY_LEN) as u64) && rustix::io::pwrite(file, bytes, at) == Ok(bytes.len()))
-        .then_some(())
+    thruway_memory::file::store(file, bytes, at).ok()
 }
 
 fn random() -> Option<u32> {
@@ -251,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_a_member_makes_shorter_has_no_entries_and_takes_new_ones() {
+    fn a_file_that_a_member_makes_shorter_has_no_entries() {
         let directory = tempfile::tempdir().unwrap();
         let (board, file) = board(directory.path());
         let listing = Listing { service: 1, cookie: 2 };
@@ -263,6 +264,8 @@ mod tests {
             board.withdraw(ticket);
             board.answer(ticket);
         }
+        assert_eq!(board.list(key(5), listing), None);
+        file.set_len((ENTRIES * ENTRY_LEN) as u64).unwrap();
         let again = board.list(key(5), listing).unwrap();
         assert_eq!(board.find(key(5)), Some((again, listing)));
     }
