@@ -425,6 +425,7 @@ fn board(group: Option<u32>) -> Option<Board> {
                 (io::ErrorKind::PermissionDenied, Circle::Group(_)) => {
                     "it has to be that group's alone, and this process in the group"
                 }
+                (io::ErrorKind::InvalidData, _) => "it has to be 2 MiB long (truncate -s 2M)",
                 (io::ErrorKind::FileTooLarge, _) => "ulimit -f has to allow files of 2 MiB",
                 _ => "it needs 2 MiB in a directory that can be written (board = of a policy file names another)",
             };

@@ -135,15 +135,18 @@ impl File {
         sealed::may_be_long((ENTRIES * ENTRY_LEN) as u64).then_some(()).ok_or(io::ErrorKind::FileTooLarge)?;
         let path = CString::new(path.into_os_string().into_vec()).map_err(|_| io::ErrorKind::InvalidInput)?;
         let file = File { path, gid };
-        match file.opened() {
+        let opened = match file.opened() {
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
                 file.create()?;
-                file.opened()?;
+                file.opened()?
             }
-            Err(error) => return Err(error),
-            Ok(_) => {}
+            other => other?,
+        };
+        // Its length cannot be changed without the lock of the file.
+        match u64::try_from(rustix::fs::fstat(&opened)?.st_size) {
+            Ok(len) if len >= (ENTRIES * ENTRY_LEN) as u64 => Ok(file),
+            _ => Err(io::ErrorKind::InvalidData.into()),
         }
-        Ok(file)
     }
 
     /// Makes the file, under another name until its members may open it.
@@ -265,6 +268,8 @@ mod tests {
             board.answer(ticket);
         }
         assert_eq!(board.list(key(5), listing), None);
+        let path = PathBuf::from(board.path.to_str().unwrap());
+        assert_eq!(File::open(path, board.gid).unwrap_err().kind(), io::ErrorKind::InvalidData);
         file.set_len((ENTRIES * ENTRY_LEN) as u64).unwrap();
         let again = board.list(key(5), listing).unwrap();
         assert_eq!(board.find(key(5)), Some((again, listing)));

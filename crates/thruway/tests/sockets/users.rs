@@ -147,7 +147,11 @@ fn a_board_that_is_cut_short_while_it_is_used_ends_no_program() {
     let board = place.boards().join(format!("thruway-sockets-1-group-{GROUP}"));
     let client = || counters(&finish(place.peers(CLIENT, COUNTED, &["echo_client", &port, "2", "6"])));
     assert_eq!(client()["accelerated"], 2);
-    std::fs::File::options().write(true).open(board).unwrap().set_len(0).unwrap();
+    let board = std::fs::File::options().write(true).open(board).unwrap();
+    let length = board.metadata().unwrap().len();
+    board.set_len(0).unwrap();
+    assert_eq!(client()["accelerated"], 0);
+    board.set_len(length).unwrap();
     assert_eq!(client()["accelerated"], 2, "it is used again");
 }
 
