@@ -54,6 +54,8 @@ extern "C" fn before_fork() {
         if relayed::is_relayed(slot) {
             stays(slot, fd, Reason::Shared, &", from here on");
             data::demote(slot, fd);
+        } else {
+            switch::give_up_relayed(number, fd, Reason::Shared);
         }
     });
     // None, if this is a signal handler that has interrupted a change.

@@ -758,17 +758,23 @@ fn switch(number: u32, slot: &'static Slot, guard: &Guard<'_>, fd: i32) {
 /// A connection is about to be shut down that has not been accelerated yet: it will not be. The other end, on another host, may be already,
 /// and must not wait for this one.
 pub(crate) fn give_up_before_end(number: u32, fd: i32) {
+    let is_listed = slots::slot(number).phase.load(Ordering::Acquire) == phase::LISTED;
+    give_up_relayed(number, fd, if is_listed { Reason::NoRelay } else { Reason::Ended });
+}
+
+/// The relay is not to carry a connection that has not been accelerated yet. Only the process that has asked for it can say so.
+pub(crate) fn give_up_relayed(number: u32, fd: i32, reason: Reason) {
     let slot = slots::slot(number);
     let Ok(guard) = slot.upgrading.lock() else { return };
-    let phase = slot.phase.load(Ordering::Acquire);
-    if !slot.upgrade(&guard).by_relay || !matches!(phase, phase::LISTED | phase::OFFERED) {
+    let is_asked = matches!(slot.phase.load(Ordering::Acquire), phase::LISTED | phase::OFFERED);
+    if !slot.upgrade(&guard).by_relay || !is_asked {
         return;
     }
     decline(slot, &guard);
     if let Some(segment) = slot.take_segment(number, &guard) {
         unmap(segment);
     }
-    never(slot, fd, if phase == phase::LISTED { Reason::NoRelay } else { Reason::Ended }, &"");
+    never(slot, fd, reason, &"");
 }
 
 /// Tells the relay that the segment it was asked for is not wanted any more.

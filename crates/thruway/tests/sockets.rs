@@ -838,6 +838,15 @@ impl Relayed {
 
 const COUNTED: &[&str] = &["--stats", "--json"];
 
+/// What is unread when a process forks goes back to TCP: the peer, which waits for an answer, is called to send it again.
+#[test]
+fn a_forked_process_receives_the_rest_through_a_relay() {
+    let relayed = Relayed::new(&[]);
+    let path = build_c(&relayed.lab, "divided", &[]);
+    let counted = counters(&finish(relayed.run(COUNTED, &[path.to_str().unwrap()])));
+    assert!(counted["relayed"] > 20, "{counted:?}");
+}
+
 #[test]
 fn calls_through_a_relay_return_what_tcp_returns() {
     let relayed = Relayed::new(&[]);

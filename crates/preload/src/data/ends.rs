@@ -141,7 +141,7 @@ fn call_peer(slot: &Slot, fd: c_int) {
         let connection = Connection::new(fd);
         let Sending { segment, writer, .. } = &mut sending;
         // On a direction that goes by TCP, a doorbell would be data.
-        if writer.is_tcp() && !segment.is_relayed() && slot.plain_sends.load(Ordering::SeqCst) == 0 {
+        if writer.is_tcp() && slot.plain_sends.load(Ordering::SeqCst) == 0 {
             let _ = writer.leave_tcp(segment, &connection);
         }
         writer.call(segment, &connection);

@@ -449,12 +449,12 @@ impl Reader {
     }
 
     /// Bytes on the TCP connection that are neither of a run nor doorbells. 0 for a relayed connection, whose bytes may precede the relay's
-    /// message on them.
+    /// message on them, until the relay has said that no message follows: a peer without the library sends such bytes.
     ///
     /// # Errors
     /// [`Broken`].
     pub fn unexpected(&mut self, segment: &Segment, tcp: &impl Tcp) -> Result<usize, Broken> {
-        if segment.is_relayed() || self.find(segment, tcp)? != Found::Nothing {
+        if segment.is_relayed() && segment.over() != Over::Finished || self.find(segment, tcp)? != Found::Nothing {
             return Ok(0);
         }
         // Before the number of doorbells, which counts each before it is sent.
