@@ -632,7 +632,7 @@ impl Slot {
             return None;
         }
         // SAFETY: under the lock, which the result keeps; the segment changes under both locks only.
-        let (segment, reader) = unsafe { (*self.segment.get(), (*self.reader.get()).as_mut()) };
+        let (segment, reader) = unsafe { (self.mapped_segment(), (*self.reader.get()).as_mut()) };
         Some(Receiving { segment: segment?, reader: reader?, _guard: guard })
     }
 
@@ -643,7 +643,7 @@ impl Slot {
             return Ok(None);
         }
         // SAFETY: under the lock, which the result keeps; the segment changes under both locks only.
-        let (segment, writer) = unsafe { (*self.segment.get(), (*self.writer.get()).as_mut()) };
+        let (segment, writer) = unsafe { (self.mapped_segment(), (*self.writer.get()).as_mut()) };
         let (Some(segment), Some(writer)) = (segment, writer) else { return Ok(None) };
         Ok(Some(Sending { segment, writer, _guard: guard }))
     }
@@ -656,42 +656,57 @@ impl Slot {
     }
 
     /// Sets the segment, which this process has mapped. The guard is of [`Slot::upgrading`], and the connection is not accelerated.
-    pub(crate) fn set_segment(&self, number: u32, _guard: &Guard<'_>, segment: Segment) {
-        local(number).segment.store(segment.address(), Ordering::Relaxed);
+    pub(crate) fn set_segment(&self, _guard: &Guard<'_>, segment: Segment) {
+        local(self.number()).segment.store(segment.address(), Ordering::Relaxed);
         // SAFETY: see above.
         unsafe { self.segment.get().write(Some(segment)) };
     }
 
     /// Takes the segment, if this process has it mapped. The guard is of [`Slot::upgrading`], and the connection is not accelerated, or both
     /// other locks are held.
-    pub(crate) fn take_segment(&self, number: u32, guard: &Guard<'_>) -> Option<Segment> {
-        let segment = self.segment(number, guard)?;
-        local(number).segment.store(0, Ordering::Relaxed);
+    pub(crate) fn take_segment(&self, guard: &Guard<'_>) -> Option<Segment> {
+        let segment = self.segment(guard)?;
+        local(self.number()).segment.store(0, Ordering::Relaxed);
         // SAFETY: see above.
         unsafe { self.segment.get().write(None) };
         Some(segment)
     }
 
     /// No process has descriptors of the connection any more. Returns the segment if this process has it mapped. All three guards are held.
-    pub(crate) fn end_segment(&self, number: u32, guards: [&Guard<'_>; 3]) -> Option<Segment> {
-        let segment = self.leave_segment(number, guards[0]);
+    pub(crate) fn end_segment(&self, guards: [&Guard<'_>; 3]) -> Option<Segment> {
+        let segment = self.leave_segment(guards[0]);
         // SAFETY: under all locks.
         unsafe { self.segment.get().write(None) };
         segment
     }
 
     /// This process does not use the segment any more: returns it if it has it mapped. Relatives may go on with it.
-    pub(crate) fn leave_segment(&self, number: u32, guard: &Guard<'_>) -> Option<Segment> {
-        let segment = self.segment(number, guard);
-        local(number).segment.store(0, Ordering::Relaxed);
+    pub(crate) fn leave_segment(&self, guard: &Guard<'_>) -> Option<Segment> {
+        let segment = self.segment(guard);
+        local(self.number()).segment.store(0, Ordering::Relaxed);
         segment
     }
 
     /// The segment of a connection that is not accelerated yet, if this process has it mapped. The guard is of [`Slot::upgrading`].
-    pub(crate) fn segment(&self, number: u32, _guard: &Guard<'_>) -> Option<Segment> {
+    pub(crate) fn segment(&self, _guard: &Guard<'_>) -> Option<Segment> {
         // SAFETY: see above.
+        unsafe { self.mapped_segment() }
+    }
+
+    /// The segment, if this process has it mapped: not, if a relative has made it since they parted, or if this process has closed its last
+    /// descriptor. A thread may be inside a call on that descriptor.
+    ///
+    /// # Safety
+    /// Under a lock under which the segment does not change.
+    unsafe fn mapped_segment(&self) -> Option<Segment> {
+        // SAFETY: the caller's promise.
         let segment = unsafe { *self.segment.get() };
-        segment.filter(|segment| segment.address() == local(number).segment.load(Ordering::Relaxed))
+        segment.filter(|segment| segment.address() == local(self.number()).segment.load(Ordering::Relaxed))
+    }
+
+    fn number(&self) -> u32 {
+        let at = |slot: &Slot| std::ptr::from_ref(slot).addr();
+        ((at(self) - at(slot(0))) / size_of::<Slot>()) as u32
     }
 
     /// Both directions of an accelerated connection. All three guards are held.
@@ -699,7 +714,7 @@ impl Slot {
     pub(crate) fn ends<'a>(&'a self, _guards: [&'a Guard<'_>; 3]) -> Option<(Segment, &'a mut Writer, &'a mut Reader)> {
         // SAFETY: under all locks.
         let (segment, writer, reader) =
-            unsafe { (*self.segment.get(), &mut *self.writer.get(), &mut *self.reader.get()) };
+            unsafe { (self.mapped_segment(), &mut *self.writer.get(), &mut *self.reader.get()) };
         if self.is_accelerated() { Some((segment?, writer.as_mut()?, reader.as_mut()?)) } else { None }
     }
 

@@ -148,7 +148,7 @@ fn consider(number: u32, fd: i32, calls: u32) {
     }
     match slot.phase.load(Ordering::Acquire) {
         phase::PLAIN => begin(number, slot, &guard, fd, calls),
-        phase::LOOKING => look(number, slot, &guard, fd, calls),
+        phase::LOOKING => look(slot, &guard, fd, calls),
         phase::LISTED => {
             let upgrade = slot.upgrade(&guard);
             if calls < upgrade.next_look {
@@ -166,7 +166,7 @@ fn consider(number: u32, fd: i32, calls: u32) {
                         count(&counters().reused, 1);
                         withdraw(upgrade);
                         (upgrade.end, upgrade.spare, upgrade.peer_user) = (End::Taker, Some(0), user);
-                        slot.set_segment(number, &guard, segment);
+                        slot.set_segment(&guard, segment);
                         slot.phase.store(phase::OFFERED, Ordering::Release);
                         switch(number, slot, &guard, fd);
                     } else {
@@ -255,7 +255,7 @@ fn begin(number: u32, slot: &'static Slot, guard: &Guard<'_>, fd: i32, calls: u3
     if !by_relay && !Key::is_higher(local, peer) {
         (upgrade.next_look, upgrade.looks) = (calls, 0);
         slot.phase.store(phase::LOOKING, Ordering::Release);
-        return look(number, slot, guard, fd, calls);
+        return look(slot, guard, fd, calls);
     }
     let (Some(service), Ok(cookie)) = (service(namespace), Connection::new(fd).cookie(libc::SO_COOKIE)) else {
         return never(slot, fd, Reason::Failed, &", there is no Unix socket");
@@ -289,7 +289,7 @@ fn look_later(upgrade: &mut Upgrade, calls: u32) {
 }
 
 /// Looks for the other end's entry.
-fn look(number: u32, slot: &'static Slot, guard: &Guard<'_>, fd: i32, calls: u32) {
+fn look(slot: &'static Slot, guard: &Guard<'_>, fd: i32, calls: u32) {
     let upgrade = slot.upgrade(guard);
     if calls < upgrade.next_look {
         return;
@@ -307,7 +307,7 @@ fn look(number: u32, slot: &'static Slot, guard: &Guard<'_>, fd: i32, calls: u32
         Ok((segment, user)) => {
             board.answer(ticket);
             (upgrade.end, upgrade.spare, upgrade.peer_user) = (End::Maker, Some(listing.service), user);
-            slot.set_segment(number, guard, segment);
+            slot.set_segment(guard, segment);
             slot.phase.store(phase::OFFERED, Ordering::Release);
         }
         Err((reason, error)) => never(slot, fd, reason, &format_args!(": {error}")),
@@ -658,7 +658,7 @@ fn adopt(number: u32, guard: &Guard<'_>, fd: i32, offer: &Offer, file: &OwnedFd,
     };
     let upgrade = slot.upgrade(guard);
     (upgrade.end, upgrade.spare, upgrade.peer_user) = (End::Taker, spare, user.unwrap_or(u32::MAX));
-    slot.set_segment(number, guard, segment);
+    slot.set_segment(guard, segment);
     slot.phase.store(phase::OFFERED, Ordering::Release);
     Ok(())
 }
@@ -682,13 +682,13 @@ fn count_in(segment: Segment) -> io::Result<Segment> {
 /// for it.
 fn switch(number: u32, slot: &'static Slot, guard: &Guard<'_>, fd: i32) {
     // A relative that has it goes on, or gives it up.
-    let Some(segment) = slot.segment(number, guard) else { return };
+    let Some(segment) = slot.segment(guard) else { return };
     let end = slot.upgrade(guard).end;
     if end == End::Maker && !segment.is_accepted() {
         return;
     }
     let give_up = |reason, detail: &dyn std::fmt::Display| {
-        if let Some(segment) = slot.take_segment(number, guard) {
+        if let Some(segment) = slot.take_segment(guard) {
             drop_unused(segment);
         }
         waker::close(number);
@@ -771,7 +771,7 @@ pub(crate) fn give_up_relayed(number: u32, fd: i32, reason: Reason) {
         return;
     }
     decline(slot, &guard);
-    if let Some(segment) = slot.take_segment(number, &guard) {
+    if let Some(segment) = slot.take_segment(&guard) {
         unmap(segment);
     }
     never(slot, fd, reason, &"");
@@ -795,7 +795,7 @@ pub(crate) fn give_up(number: u32) {
     {
         withdraw(slot.upgrade(&guard));
         slot.phase.store(phase::NEVER, Ordering::Release);
-        if let Some(segment) = slot.take_segment(number, &guard) {
+        if let Some(segment) = slot.take_segment(&guard) {
             drop_unused(segment);
         }
     }
@@ -819,7 +819,7 @@ pub(crate) fn retire(number: u32, fd: i32) -> bool {
     writer.set_ended(&segment, &connection);
     slot.phase.store(phase::NEVER, Ordering::SeqCst);
     slot.set_ends(guards, None);
-    if let Some(segment) = slot.take_segment(number, &guard) {
+    if let Some(segment) = slot.take_segment(&guard) {
         drop_unused(segment);
     }
     true
@@ -869,10 +869,10 @@ pub(crate) fn tear_down(number: u32, fd: i32, last: Last) {
                 slot.phase.store(phase::NEVER, Ordering::Release);
                 let guards = [&guard, &receiving, &sending];
                 slot.set_ends(guards, None);
-                slot.end_segment(number, guards)
+                slot.end_segment(guards)
             } else {
                 // Another process goes on with it.
-                slot.leave_segment(number, &guard)
+                slot.leave_segment(&guard)
             };
             let upgrade = slot.upgrade(&guard);
             let is_ours = !slot.was_shared.load(Ordering::SeqCst) && !slot.is_foreign.load(Ordering::SeqCst);

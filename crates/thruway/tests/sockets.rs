@@ -729,6 +729,12 @@ fn processes_that_share_a_connection_use_no_memory_that_they_do_not_have() {
 }
 
 #[test]
+fn a_thread_that_waits_survives_the_end_of_a_connection_that_is_shared() {
+    let counted = counters(&compare_in_c("closed", STATS));
+    assert!(counted["accelerated"] >= 10, "{counted:?}");
+}
+
+#[test]
 fn a_program_may_look_at_a_connection_that_another_one_reads() {
     compare_in_c("looked", RUN);
 }

@@ -29,6 +29,8 @@ const RETRY_AFTER_MAX: Duration = Duration::from_secs(30);
 const NOTIFY_FOR: Duration = Duration::from_secs(15 * 60);
 /// Calls at a time. One that has waited for its turn for as long as it may take is given up, and made again as if it had failed.
 const CALLS: Limits = Limits { all: 128, per_origin: 4, waiting: 64 << 10, patience: TIMEOUT };
+/// Most locks of an owner in a range that it is given, without room for more grants of its host.
+const BEFORE_MAX: usize = 64;
 /// Longest reply, in bytes.
 const REPLY_MAX: usize = 4 << 10;
 
@@ -184,18 +186,27 @@ pub(super) fn give(caller: Arc<Caller>, freed: PendingGrant) {
 async fn lock(caller: &Caller, freed: &PendingGrant, given: &LockOwner) -> bool {
     let server = &caller.server;
     let PendingGrant { client, ref host, ref owner, ref file, ref handle, is_write, range, since, .. } = *freed;
+    let origin = Origin::of_host(host.address);
     let mut again_after = AGAIN_AFTER;
     // Until it has restarted.
     while server.state(|state, _| state.known_host(host) == Some(client)) {
         let action = |state: &mut State, now, may_have| {
-            // It may have cancelled its wait, or have got the lock by a call of its own.
-            if !state.is_wanted(freed) || state.has_locked(client, owner, file, is_write, range) {
+            // It may have cancelled its wait.
+            if !state.is_wanted(freed) {
                 return Ok(false);
             }
-            if caller.grants().overlaps(given, range) {
-                return Err(Refused::Status(V4::DELAY));
-            }
+            let has_room = {
+                let grants = caller.grants();
+                if grants.overlaps(given, range) {
+                    return Err(Refused::Status(V4::DELAY));
+                }
+                grants.has_room(origin)
+            };
+            // Or have got the lock by a call of its own, or have so many in the range that it has to ask again.
             let before = state.locked_in(client, owner, file, range);
+            if state.has_locked(client, owner, file, is_write, range) || before.len() > BEFORE_MAX && !has_room {
+                return Ok(false);
+            }
             match state.lock_monitored(now, may_have, owner, file, is_write, range) {
                 // Another was faster.
                 Err(Refused::Denied(_)) => {
@@ -207,7 +218,7 @@ async fn lock(caller: &Caller, freed: &PendingGrant, given: &LockOwner) -> bool 
                 Err(refused) => Err(refused),
                 Ok(()) => {
                     // Before any call of the client finds that it has it.
-                    caller.grants().insert(given.clone(), range, before);
+                    caller.grants().insert(origin, given.clone(), range, before);
                     Ok(true)
                 }
             }
@@ -237,9 +248,20 @@ async fn call_with_lock(caller: &Caller, freed: &PendingGrant, given: &LockOwner
     let lock = Lock { caller: &host.name, handle, owner: own, process, offset, len };
     let cookie = thruway_engine::random::random::<8>();
     let mut again_after = RETRY_AFTER;
-    while caller.grants().get(given, *range).is_some() {
-        if !caller.server.state(|state, _| state.has_locked(*client, owner, file, *is_write, *range)) {
+    loop {
+        let is_due = caller.grants().get(given, *range).is_some_and(|grant| !grant.due.is_empty());
+        let (is_known, has_lock) = caller.server.state(|state, _| {
+            let is_known = state.known_host(host) == Some(*client);
+            (is_known, state.has_locked(*client, owner, file, *is_write, *range))
+        });
+        if !is_due || !is_known {
             break;
+        }
+        if !has_lock {
+            // Its owner has changed a part of it by a call. The client may still cancel its wait.
+            sleep(again_after).await;
+            again_after = (again_after * 2).min(RETRY_AFTER_MAX);
+            continue;
         }
         let mut arguments = Encoder::new();
         Test { cookie: &cookie, is_write: *is_write, lock }.encode(&mut arguments);

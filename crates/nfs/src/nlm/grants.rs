@@ -12,8 +12,11 @@ use thruway_tcp::Origin;
 /// the remaining room.
 const GRANTS_MAX: usize = 16 << 10;
 
-/// Most parts of one grant, and most locks that its owner had before. With more locks before, the owner gets none of them back.
-const PARTS_MAX: usize = 64;
+/// Most parts of one grant that an owner has not changed. Further ones stay locked if the client cancels its wait.
+const PARTS_MAX: usize = 256;
+
+/// Locks that an owner had before, which count as another grant in progress.
+const BEFORE_OF_GRANT: usize = 64;
 
 /// An owner of locks in a file.
 pub(super) type LockOwner = (u64, Box<[u8]>, FileIdentity);
@@ -28,6 +31,14 @@ pub(super) struct Grant {
     /// Parts of the range that the owner has neither locked nor unlocked by a call since.
     pub due: Vec<Range>,
     pub before: Before,
+    origin: Origin,
+}
+
+impl Grant {
+    /// As how many grants in progress its memory counts.
+    fn weight(&self) -> isize {
+        (self.before.len() / BEFORE_OF_GRANT) as isize
+    }
 }
 
 /// Unacknowledged grants by owner and first byte, and the number of grants in progress of each host.
@@ -55,11 +66,9 @@ impl Grants {
     }
 
     /// Adds a grant, which overlaps no other.
-    pub(super) fn insert(&mut self, owner: LockOwner, range: Range, mut before: Before) {
-        if before.len() > PARTS_MAX {
-            before.clear();
-        }
-        let grant = Grant { last: range.last, due: vec![range], before };
+    pub(super) fn insert(&mut self, origin: Origin, owner: LockOwner, range: Range, before: Before) {
+        let grant = Grant { last: range.last, due: vec![range], before, origin };
+        self.count(origin, grant.weight());
         self.of_owner.entry(owner).or_default().insert(range.start, grant);
     }
 
@@ -74,10 +83,11 @@ impl Grants {
             return;
         }
         let Some(grants) = self.of_owner.get_mut(owner) else { return };
-        grants.remove(&range.start);
+        let Some(grant) = grants.remove(&range.start) else { return };
         if grants.is_empty() {
             self.of_owner.remove(owner);
         }
+        self.count(grant.origin, -grant.weight());
     }
 
     /// The owner has locked or unlocked a range by a call. This acknowledges a grant of the same range.
@@ -108,13 +118,17 @@ mod tests {
         (client, b"owner"[..].into(), FileIdentity { file_system: 1, file: FileId([file].into_iter().collect()) })
     }
 
+    fn host(number: u8) -> Origin {
+        Origin::of_host([10, 0, 0, number].into())
+    }
+
     fn range(start: u64, last: u64) -> Range {
         Range { start, last }
     }
 
     #[test]
     fn grants_in_progress_of_a_host_have_a_quota() {
-        let (one, other) = (Origin::of_host([10, 0, 0, 1].into()), Origin::of_host([10, 0, 0, 2].into()));
+        let (one, other) = (host(1), host(2));
         let mut grants = Grants::default();
         let mut begin = |origin, most: usize| {
             let mut begun = 0;
@@ -129,6 +143,12 @@ mod tests {
         assert_eq!(begin(other, 64), 64, "room for others is left");
         grants.count(one, -(first as isize));
         assert_eq!((grants.in_progress.total(), grants.has_room(one)), (64, true));
+        // Locks of before count, too.
+        let before = vec![(false, range(0, 0)); 640];
+        grants.insert(one, owner(1, 1), range(0, 99), before);
+        assert_eq!(grants.in_progress.total(), 74);
+        grants.remove(&owner(1, 1), range(0, 99));
+        assert_eq!(grants.in_progress.total(), 64);
     }
 
     #[test]
@@ -136,7 +156,7 @@ mod tests {
         let (here, there, other) = (owner(1, 1), owner(1, 2), owner(2, 1));
         let mut grants = Grants::default();
         for known in [&here, &there, &other] {
-            grants.insert(known.clone(), range(10, 19), vec![(false, range(10, 12))]);
+            grants.insert(host(1), known.clone(), range(10, 19), vec![(false, range(10, 12))]);
         }
         grants.changed(&here, range(12, 14));
         let due = |grants: &Grants, owner| grants.get(owner, range(10, 19)).map(|grant| grant.due.clone());
@@ -165,7 +185,7 @@ mod tests {
                 let overlaps = ranges.iter().any(|known| known.overlaps(&wanted));
                 prop_assert_eq!(grants.overlaps(&owner, wanted), overlaps);
                 if !overlaps {
-                    grants.insert(owner.clone(), wanted, Before::new());
+                    grants.insert(host(1), owner.clone(), wanted, Before::new());
                     ranges.push(wanted);
                 }
             }
