@@ -8,9 +8,9 @@ use std::os::fd::AsFd;
 /// Mappings begin at multiples of this, whatever the size of pages.
 const ALIGNMENT: u64 = 64 << 10;
 
-/// Writes to a memory file that another user can write to, too, through a mapping. `write(2)` would wait for the lock of the file, which a
-/// process can hold for as long as it likes: while it writes from memory of a file system of its own (FUSE). Memory is not written to directly
-/// because the other user can make the file shorter, which would end this process.
+/// Writes to a memory file that other users can write to, through a mapping and by `process_vm_writev(2)`. `write(2)` waits for the lock of
+/// the file, and another process can hold that lock without limit: it writes from memory of a file system that it serves itself (FUSE). A
+/// store to the mapping would end this process with SIGBUS if another user had made the file shorter.
 ///
 /// # Errors
 /// `EFAULT` if the file ends before; those of `mmap(2)` and `process_vm_writev(2)`. Part of the bytes may have been written.

@@ -177,8 +177,8 @@ pub(crate) struct Local {
     pub(crate) room: AtomicI32,
     /// Which of this process's connections to relays it was handed over by (see [`crate::relay`]); 0: none.
     pub(crate) relay: AtomicU32,
-    /// Where this process has mapped the segment, or 0. A child that was forked before the segment was there has it not: it may not touch
-    /// what the slot, which both share, says.
+    /// Address of the segment in this process, or 0 if it is not mapped here. A process that was forked before the segment was mapped shares
+    /// the slot, but must not use the address in it.
     pub(crate) segment: AtomicUsize,
 }
 
@@ -662,7 +662,7 @@ impl Slot {
         unsafe { self.segment.get().write(Some(segment)) };
     }
 
-    /// Takes the segment, if this process has it mapped. The guard is of [`Slot::upgrading`], and the connection is not accelerated, or both
+    /// Takes the segment out of the slot, if it is mapped in this process. The guard is of [`Slot::upgrading`], and the connection is not accelerated, or both
     /// other locks are held.
     pub(crate) fn take_segment(&self, guard: &Guard<'_>) -> Option<Segment> {
         let segment = self.segment(guard)?;
@@ -672,7 +672,7 @@ impl Slot {
         Some(segment)
     }
 
-    /// No process has descriptors of the connection any more. Returns the segment if this process has it mapped. All three guards are held.
+    /// Removes the segment from the slot after the last descriptor was closed. Returns it if it is mapped in this process. All three guards are held.
     pub(crate) fn end_segment(&self, guards: [&Guard<'_>; 3]) -> Option<Segment> {
         let segment = self.leave_segment(guards[0]);
         // SAFETY: under all locks.
@@ -680,7 +680,7 @@ impl Slot {
         segment
     }
 
-    /// This process does not use the segment any more: returns it if it has it mapped. Relatives may go on with it.
+    /// Returns the segment if it is mapped in this process, which must not use it afterwards. Other processes may.
     pub(crate) fn leave_segment(&self, guard: &Guard<'_>) -> Option<Segment> {
         let segment = self.segment(guard);
         local(self.number()).segment.store(0, Ordering::Relaxed);
@@ -693,8 +693,8 @@ impl Slot {
         unsafe { self.mapped_segment() }
     }
 
-    /// The segment, if this process has it mapped: not, if a relative has made it since they parted, or if this process has closed its last
-    /// descriptor. A thread may be inside a call on that descriptor.
+    /// The segment, if it is mapped in this process. It is not if another process mapped it after the fork, or if this process has closed its
+    /// last descriptor; another thread may still be inside a call on that descriptor.
     ///
     /// # Safety
     /// Under a lock under which the segment does not change.

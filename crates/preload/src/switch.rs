@@ -681,7 +681,7 @@ fn count_in(segment: Segment) -> io::Result<Segment> {
 /// Has calls go through the segment from now on, if nothing is inside a plain call that receives: such a call would take what is not
 /// for it.
 fn switch(number: u32, slot: &'static Slot, guard: &Guard<'_>, fd: i32) {
-    // A relative that has it goes on, or gives it up.
+    // If another process has mapped it, that process continues.
     let Some(segment) = slot.segment(guard) else { return };
     let end = slot.upgrade(guard).end;
     if end == End::Maker && !segment.is_accepted() {
@@ -762,7 +762,7 @@ pub(crate) fn give_up_before_end(number: u32, fd: i32) {
     give_up_relayed(number, fd, if is_listed { Reason::NoRelay } else { Reason::Ended });
 }
 
-/// The relay is not to carry a connection that has not been accelerated yet. Only the process that has asked for it can say so.
+/// Withdraws the request to the relay for a connection that is not accelerated yet. The relay accepts that only from the process that asked.
 pub(crate) fn give_up_relayed(number: u32, fd: i32, reason: Reason) {
     let slot = slots::slot(number);
     let Ok(guard) = slot.upgrading.lock() else { return };

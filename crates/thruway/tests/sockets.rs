@@ -705,7 +705,7 @@ fn the_last_message_of_a_peer_that_is_killed_is_read_after_another_program_was_s
     assert!(counted["accelerated"] >= 10, "{counted:?}");
 }
 
-/// An event that only a doorbell has caused stops a loop with blocking sockets.
+/// An event without data stops a loop with blocking sockets.
 #[test]
 fn loops_with_blocking_sockets_get_no_event_without_data() {
     let lab = support::Lab::new();
@@ -716,7 +716,7 @@ fn loops_with_blocking_sockets_get_no_event_without_data() {
     }
 }
 
-/// Of a connection that was shared before its ends met, only one process has the memory.
+/// After a fork, only one of the processes maps the shared memory of a connection.
 #[test]
 fn processes_that_share_a_connection_use_no_memory_that_they_do_not_have() {
     let lab = support::Lab::new();
@@ -844,7 +844,7 @@ impl Relayed {
 
 const COUNTED: &[&str] = &["--stats", "--json"];
 
-/// What is unread when a process forks goes back to TCP: the peer, which waits for an answer, is called to send it again.
+/// When a process forks, the peer sends unread bytes of the ring again by TCP. It waits for an answer, so it has to be woken for that.
 #[test]
 fn a_forked_process_receives_the_rest_through_a_relay() {
     let relayed = Relayed::new(&[]);

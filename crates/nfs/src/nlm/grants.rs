@@ -1,7 +1,7 @@
-//! Locks that clients of version 3 were given after a wait, and of which they may not know.
+//! Locks that the server gave to clients of version 3 after a wait, and that the clients have not acknowledged.
 //!
-//! A client that does not want such a lock any more cancels its wait, or denies the callback. Then its owner gets back what it had before,
-//! except where it has locked or unlocked something by a call since. Unacknowledged grants of one owner in a file do not overlap.
+//! A client can cancel its wait, or deny the callback. Then the lock is taken back, and the owner has its earlier locks in the range again,
+//! except in parts that it has locked or unlocked by a call since the grant. Unacknowledged grants of one owner in a file do not overlap.
 
 use crate::identity::FileIdentity;
 use crate::state::{HostCounts, Range};
@@ -21,10 +21,10 @@ const BEFORE_OF_GRANT: usize = 64;
 /// An owner of locks in a file.
 pub(super) type LockOwner = (u64, Box<[u8]>, FileIdentity);
 
-/// What an owner had locked in a range before it was given that range.
+/// Earlier locks of an owner in a range that it was given: whether for writing, and the range.
 pub(super) type Before = Vec<(bool, Range)>;
 
-/// A lock that a client may not know of.
+/// An unacknowledged lock.
 #[derive(Debug)]
 pub(super) struct Grant {
     last: u64,
@@ -77,7 +77,7 @@ impl Grants {
         self.of_owner.get(owner)?.get(&range.start).filter(|grant| grant.last == range.last)
     }
 
-    /// The client knows what has become of the grant of this very range.
+    /// Removes the grant of this very range: the client has acknowledged it, or it was taken back.
     pub(super) fn remove(&mut self, owner: &LockOwner, range: Range) {
         if self.get(owner, range).is_none() {
             return;
@@ -101,7 +101,7 @@ impl Grants {
     }
 }
 
-/// What is left of a range without another one.
+/// The parts of a range that are outside another one.
 fn without(part: Range, other: Range) -> impl Iterator<Item = Range> {
     let before = other.start.checked_sub(1).map(|last| Range { start: part.start, last: last.min(part.last) });
     let behind = other.last.checked_add(1).map(|start| Range { start: start.max(part.start), last: part.last });

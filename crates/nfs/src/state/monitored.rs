@@ -42,7 +42,7 @@ impl Host {
 /// A lock that a client of version 3 waits for, and that may be free.
 #[derive(Debug)]
 pub(crate) struct PendingGrant {
-    /// Tells it from others for the same lock.
+    /// Unique number of the grant.
     pub number: u64,
     pub client: u64,
     pub host: Host,
@@ -243,7 +243,7 @@ impl State {
         holder.zip(state).map(|(number, state)| state.locks.within(number, range)).unwrap_or_default()
     }
 
-    /// Takes back parts of a lock that an owner was given and does not want: it has what it had before there.
+    /// Takes back parts of a lock that the client has cancelled, and restores the owner's earlier locks there.
     pub(crate) fn take_back(
         &mut self,
         client: u64,
@@ -262,7 +262,7 @@ impl State {
             self.change_locks(number, file, |locks| {
                 for (is_write, range) in before.iter().filter(|(_, range)| range.overlaps(part)) {
                     let range = range.within(part);
-                    // Others may have come to share what was given for reading.
+                    // Others may have locked it for reading since.
                     let is_free = |is_write| locks.conflict(Some(number), is_write, range).is_none();
                     if let Some(is_write) = [*is_write, false].into_iter().find(|is_write| is_free(*is_write)) {
                         locks.lock(number, is_write, range);

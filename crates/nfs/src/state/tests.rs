@@ -1565,7 +1565,7 @@ fn what_was_there_before_is_not_given_against_others() {
     state.take_back(a, b"p", &file(1), &[range(0, 10)], &before).unwrap();
     assert!(has(&state, a, "p", false, range(0, 5)) && !has(&state, a, "p", true, range(0, 2)));
     assert!(!has(&state, a, "p", false, range(5, 1)));
-    // The owner has given it back meanwhile, and another has it.
+    // The owner has unlocked it, and another has locked it since.
     state.unlock_monitored(a, b"p", &file(1), Range::ALL).unwrap();
     lock3(&mut state, 0, b, "q", true, range(0, 5)).unwrap();
     state.take_back(a, b"p", &file(1), &[range(0, 10)], &before).unwrap();

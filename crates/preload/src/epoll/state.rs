@@ -12,7 +12,7 @@ const IDLE_MAX: u32 = 64;
 /// Calls that have found something in rings, after which the kernel is asked, too.
 pub(super) const KERNEL_EVERY: u32 = 4;
 
-/// What is registered with the same data, which is all that the kernel tells.
+/// Registrations with the same data. The kernel reports an event by its data only.
 struct Known {
     /// The place of one registration; `None` if several connections have the same data.
     at: Option<u32>,
@@ -66,7 +66,7 @@ impl State {
             return;
         }
         known.has_others = true;
-        // Of one connection that is registered by several descriptors, the one that waits for data is looked at.
+        // A connection can be registered by several descriptors: the registration that waits for data represents it.
         known.at = known.at.filter(|known| registrations[*known as usize].number == registrations[at as usize].number);
         let waits = |place: u32| registrations[place as usize].events & READABLE != 0;
         known.at = known.at.map(|known| if waits(at) && !waits(known) { at } else { known });

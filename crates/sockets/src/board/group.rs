@@ -1,10 +1,9 @@
 //! The board of a group: a file that is opened for each look. See [`super::Board`] for what each function does.
 //!
 //! The members of a group are different users, who need not trust each other further than to meet. Each of them can write anything there,
-//! and make the file shorter at any moment, which would end a process that uses it as memory; and each can hold the lock of the file that a
-//! write waits for. So reads are those of a file, and writes go through a mapping that is made for each ([`thruway_memory::file::store`]).
-//! Nothing keeps a descriptor of it, which a program that closes what it does not know would make one of a file of its own. What a member
-//! can do is to keep others from finding each other.
+//! and make the file shorter at any moment, which would end a process that accesses it as memory. Each can also hold the lock that
+//! `write(2)` takes. So entries are read by `pread(2)` and written through a mapping ([`thruway_memory::file::store`]). The file is opened
+//! for each operation, because programs close descriptors that they do not know. A member can only keep others from finding each other.
 
 use super::{ENTRIES, ENTRY_LEN, Key, Listing, Ticket, WAYS, WORDS, hash};
 use rustix::fs::{FileType, Mode, OFlags, RenameFlags};
