@@ -9,6 +9,7 @@ use thruway_rpc::client::Procedure;
 use thruway_rpc::message::Refusal;
 use thruway_rpc::server::{Answer, Call, Outcome, Program};
 use thruway_rpc::xdr::{self, Encoder};
+use thruway_server::slices;
 
 /// The program's number.
 pub const PROGRAM: u32 = 100_024;
@@ -40,7 +41,7 @@ impl Nsm {
         Nsm { server: Arc::clone(&v4.0) }
     }
 
-    fn answer(&self, call: &Call, out: &mut Encoder) -> xdr::Result<Result<(), Refusal>> {
+    async fn answer(&self, call: &Call, out: &mut Encoder) -> xdr::Result<Result<(), Refusal>> {
         let mut d = call.arguments();
         match call.procedure {
             0 => {}
@@ -54,10 +55,14 @@ impl Nsm {
                 // Only what is of that host: a name could be any other's.
                 if let Some(peer) = call.connection.peer {
                     let address = peer.ip().to_canonical();
-                    // One after the other: each may have much.
                     let clients = self.server.state(|state, _| state.of_restarted(address, name));
-                    let restarted = |id| self.server.state(|state, _| state.restarted(id, start));
-                    if clients.into_iter().filter(|id| restarted(*id)).count() > 0 {
+                    let mut have_restarted = false;
+                    for id in clients {
+                        // The removal of a client with much state takes long, so others work between two of them.
+                        slices::spend(slices::SLICE).await;
+                        have_restarted |= self.server.state(|state, _| state.restarted(id, start));
+                    }
+                    if have_restarted {
                         let name = String::from_utf8_lossy(name);
                         tracing::info!(host = %address, %name, "a client of NFS version 3 has restarted: its locks are gone");
                     }
@@ -81,7 +86,7 @@ impl Program for Nsm {
 
     fn call<'a>(&'a self, call: &'a Call, mut results: Encoder) -> Answer<'a> {
         Box::pin(async move {
-            let done = self.answer(call, &mut results);
+            let done = self.answer(call, &mut results).await;
             Outcome::of(done, results)
         })
     }

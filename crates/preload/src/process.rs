@@ -257,6 +257,9 @@ pub(crate) fn at_exit() {
     slots::each(|number, fd| {
         let slot = slots::slot(number);
         if !slot.is_only_ours(number) {
+            if let Some(receiving) = slot.try_receiving() {
+                data::settle_shared(slot, fd, receiving);
+            }
             return;
         }
         if let Ok(guard) = slot.upgrading.lock() {

@@ -858,11 +858,14 @@ pub(crate) fn tear_down(number: u32, fd: i32, last: Last) {
         }
         let was_accelerated = slot.is_accelerated();
         if was_accelerated
-            && is_last
             && fd >= 0
             && let Ok(Some(receiving)) = slot.receiving()
         {
-            crate::data::settle(slot, fd, receiving);
+            if is_last {
+                crate::data::settle(slot, fd, receiving);
+            } else {
+                crate::data::settle_shared(slot, fd, receiving);
+            }
         }
         if let (Ok(receiving), Ok(sending)) = (slot.receiving.lock(), slot.sending.lock()) {
             let segment = if is_last {

@@ -735,6 +735,12 @@ fn a_thread_that_waits_survives_the_end_of_a_connection_that_is_shared() {
 }
 
 #[test]
+fn a_child_that_is_killed_loses_no_data_of_its_parent() {
+    let counted = counters(&compare_in_c("terminated", STATS));
+    assert!(counted["accelerated"] >= 5, "{counted:?}");
+}
+
+#[test]
 fn a_program_may_look_at_a_connection_that_another_one_reads() {
     compare_in_c("looked", RUN);
 }

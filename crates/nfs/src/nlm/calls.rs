@@ -109,6 +109,11 @@ impl Caller {
         Ok(())
     }
 
+    /// True while this grant is unacknowledged.
+    fn has(&self, freed: &PendingGrant, given: &LockOwner) -> bool {
+        self.grants().numbered(freed.number, given, freed.range).is_some()
+    }
+
     /// True if a client of this host may wait for another lock.
     pub(super) fn has_room_for_grant(&self, host: &Host) -> bool {
         self.grants().has_room(Origin::of_host(host.address))
@@ -218,7 +223,7 @@ async fn lock(caller: &Caller, freed: &PendingGrant, given: &LockOwner) -> bool 
                 Err(refused) => Err(refused),
                 Ok(()) => {
                     // Before any call of the client finds that it has it.
-                    caller.grants().insert(origin, given.clone(), range, before);
+                    caller.grants().insert(freed.number, origin, given.clone(), range, before);
                     Ok(true)
                 }
             }
@@ -242,14 +247,14 @@ async fn lock(caller: &Caller, freed: &PendingGrant, given: &LockOwner) -> bool 
 
 /// Calls a client that has a lock (NLM_GRANTED), until it has answered or has given the lock back.
 async fn call_with_lock(caller: &Caller, freed: &PendingGrant, given: &LockOwner) {
-    let PendingGrant { client, host, owner, file, handle, is_write, range, .. } = freed;
+    let PendingGrant { number, client, host, owner, file, handle, is_write, range, .. } = freed;
     let (process, own) = wire::owner_of(owner);
     let (offset, len) = (range.start, wire::len_of(*range));
     let lock = Lock { caller: &host.name, handle, owner: own, process, offset, len };
     let cookie = thruway_engine::random::random::<8>();
     let mut again_after = RETRY_AFTER;
     loop {
-        let is_due = caller.grants().get(given, *range).is_some_and(|grant| !grant.due.is_empty());
+        let is_due = caller.grants().numbered(*number, given, *range).is_some_and(|grant| !grant.due.is_empty());
         let (is_known, has_lock) = caller.server.state(|state, _| {
             let is_known = state.known_host(host) == Some(*client);
             (is_known, state.has_locked(*client, owner, file, *is_write, *range))
@@ -280,14 +285,20 @@ async fn call_with_lock(caller: &Caller, freed: &PendingGrant, given: &LockOwner
             }
             // It does not wait for it any more.
             Some(Status::DENIED) => {
-                let _ = caller.server.state(|state, _| caller.cancel(state, given, *range));
+                let _ = caller.server.state(|state, _| match caller.has(freed, given) {
+                    true => caller.cancel(state, given, *range),
+                    false => Ok(()),
+                });
                 return;
             }
             _ => sleep(again_after).await,
         }
         again_after = (again_after * 2).min(RETRY_AFTER_MAX);
     }
-    caller.grants().remove(given, *range);
+    let mut grants = caller.grants();
+    if grants.numbered(*number, given, *range).is_some() {
+        grants.remove(given, *range);
+    }
 }
 
 fn result_of(d: &mut Decoder<'_>) -> Option<Status> {

@@ -27,6 +27,8 @@ pub(super) type Before = Vec<(bool, Range)>;
 /// An unacknowledged lock.
 #[derive(Debug)]
 pub(super) struct Grant {
+    /// Unique number: the same range can be given again.
+    number: u64,
     last: u64,
     /// Parts of the range that the owner has neither locked nor unlocked by a call since.
     pub due: Vec<Range>,
@@ -66,8 +68,8 @@ impl Grants {
     }
 
     /// Adds a grant, which overlaps no other.
-    pub(super) fn insert(&mut self, origin: Origin, owner: LockOwner, range: Range, before: Before) {
-        let grant = Grant { last: range.last, due: vec![range], before, origin };
+    pub(super) fn insert(&mut self, number: u64, origin: Origin, owner: LockOwner, range: Range, before: Before) {
+        let grant = Grant { number, last: range.last, due: vec![range], before, origin };
         self.count(origin, grant.weight());
         self.of_owner.entry(owner).or_default().insert(range.start, grant);
     }
@@ -75,6 +77,11 @@ impl Grants {
     /// The unacknowledged grant of this very range.
     pub(super) fn get(&self, owner: &LockOwner, range: Range) -> Option<&Grant> {
         self.of_owner.get(owner)?.get(&range.start).filter(|grant| grant.last == range.last)
+    }
+
+    /// As [`Grants::get`], of the grant with this number.
+    pub(super) fn numbered(&self, number: u64, owner: &LockOwner, range: Range) -> Option<&Grant> {
+        self.get(owner, range).filter(|grant| grant.number == number)
     }
 
     /// Removes the grant of this very range: the client has acknowledged it, or it was taken back.
@@ -145,7 +152,7 @@ mod tests {
         assert_eq!((grants.in_progress.total(), grants.has_room(one)), (64, true));
         // Locks of before count, too.
         let before = vec![(false, range(0, 0)); 640];
-        grants.insert(one, owner(1, 1), range(0, 99), before);
+        grants.insert(1, one, owner(1, 1), range(0, 99), before);
         assert_eq!(grants.in_progress.total(), 74);
         grants.remove(&owner(1, 1), range(0, 99));
         assert_eq!(grants.in_progress.total(), 64);
@@ -156,7 +163,7 @@ mod tests {
         let (here, there, other) = (owner(1, 1), owner(1, 2), owner(2, 1));
         let mut grants = Grants::default();
         for known in [&here, &there, &other] {
-            grants.insert(host(1), known.clone(), range(10, 19), vec![(false, range(10, 12))]);
+            grants.insert(1, host(1), known.clone(), range(10, 19), vec![(false, range(10, 12))]);
         }
         grants.changed(&here, range(12, 14));
         let due = |grants: &Grants, owner| grants.get(owner, range(10, 19)).map(|grant| grant.due.clone());
@@ -169,6 +176,10 @@ mod tests {
         assert_eq!(due(&grants, &there), None, "the client knows");
         [&here, &other].into_iter().for_each(|known| grants.remove(known, range(10, 19)));
         assert!(grants.of_owner.is_empty(), "nothing is left");
+        // A later grant of the same range is another one.
+        grants.insert(7, host(1), here.clone(), range(10, 19), Before::new());
+        assert!(grants.numbered(1, &here, range(10, 19)).is_none());
+        assert!(grants.numbered(7, &here, range(10, 19)).is_some());
     }
 
     proptest! {
@@ -185,7 +196,7 @@ mod tests {
                 let overlaps = ranges.iter().any(|known| known.overlaps(&wanted));
                 prop_assert_eq!(grants.overlaps(&owner, wanted), overlaps);
                 if !overlaps {
-                    grants.insert(host(1), owner.clone(), wanted, Before::new());
+                    grants.insert(1, host(1), owner.clone(), wanted, Before::new());
                     ranges.push(wanted);
                 }
             }

@@ -159,7 +159,7 @@ pub(crate) const CLIENTS_OF_HOST_MAX: usize = 64;
 /// Waits for locks in one file: beyond that the longest waiting poll. Quota of one host: eight times the remaining room.
 pub(crate) const WAITING_MAX: usize = 64;
 /// The same, in all files.
-pub(crate) const WAITS_TOTAL_MAX: usize = 64 << 10;
+pub(crate) const WAITS_TOTAL_MAX: usize = 16 << 10;
 /// Locks in one file. Quota of one host: eight times the remaining room.
 pub(crate) const LOCKS_MAX: usize = 8192;
 /// The same, in all files.

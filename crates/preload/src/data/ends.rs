@@ -10,7 +10,7 @@ use crate::{room, switch};
 use libc::c_int;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
-use thruway_sockets::{Found, Return, Step};
+use thruway_sockets::{Found, Reader, Return, Segment, Step, WakeBy};
 
 /// Longest time that a call which closes waits for doorbells that the kernel has not delivered yet.
 const DOORBELLS_MAX: Duration = Duration::from_millis(20);
@@ -29,17 +29,33 @@ pub(crate) fn settle(slot: &Slot, fd: c_int, mut receiving: Receiving<'_>) {
     let Receiving { segment, reader, .. } = &mut receiving;
     match reader.find(segment, &connection) {
         Ok(Found::Ring(_)) => connection.reset_at_close(),
-        Ok(Found::Nothing) => {
-            let mut wait = Wait::new(slot, DOORBELLS_MAX);
-            reader.discard_doorbells(segment, &connection);
-            while !segment.is_relayed() && reader.has_doorbells(segment) && wait.go_on() {
-                std::thread::yield_now();
-                reader.discard_doorbells(segment, &connection);
-            }
-        }
+        Ok(Found::Nothing) => discard_all_doorbells(slot, &connection, segment, reader),
         _ => {}
     }
     take_tcp_back(segment, fd);
+}
+
+/// Before the last descriptor of this process is closed, while the connection counts as shared with other processes. If these were killed, it is
+/// the last one nevertheless: doorbells that nothing has read would have the kernel reset the connection, and drop what it has not sent.
+pub(crate) fn settle_shared(slot: &Slot, fd: c_int, mut receiving: Receiving<'_>) {
+    let connection = Connection::new(fd);
+    let _ = honour_before_end(slot, fd);
+    let Receiving { segment, reader, .. } = &mut receiving;
+    // A thread of another process may sleep until it sees the doorbell.
+    if slot.sleepers.load(Ordering::SeqCst) == 0 && reader.find(segment, &connection) == Ok(Found::Nothing) {
+        discard_all_doorbells(slot, &connection, segment, reader);
+        let _ = reader.arm(segment, WakeBy::Doorbell);
+    }
+}
+
+/// Also those that the kernel has not delivered yet.
+fn discard_all_doorbells(slot: &Slot, connection: &Connection, segment: &Segment, reader: &mut Reader) {
+    let mut wait = Wait::new(slot, DOORBELLS_MAX);
+    reader.discard_doorbells(segment, connection);
+    while !segment.is_relayed() && reader.has_doorbells(segment) && wait.go_on() {
+        std::thread::yield_now();
+        reader.discard_doorbells(segment, connection);
+    }
 }
 
 /// Has what the program sends go by TCP, before a call that only the kernel can do.

@@ -9,7 +9,7 @@ mod sending;
 
 pub(crate) use ends::{
     before_shutdown, demote, demote_for_reading, demote_if_read, enter_tcp, enter_tcp_at_end, honour_closed_ring,
-    settle,
+    settle, settle_shared,
 };
 pub(crate) use receiving::{disarm, disarm_if_looked_at, is_readable, rearm, receive, receive_plain, unread};
 pub(crate) use sending::{may_have_blocked, send_from_file, transmit};

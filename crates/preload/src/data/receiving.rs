@@ -309,7 +309,9 @@ unsafe fn receive_accelerated(
                 }
                 match error {
                     // A process that was killed has left a doorbell, and nothing else.
-                    libc::ECONNRESET if !has_more && was_killed(slot) && !is_lost(slot) && !has_lost(slot) => {
+                    libc::ECONNRESET
+                        if !has_more && was_killed(slot) && has_all(slot) && !is_lost(slot) && !has_lost(slot) =>
+                    {
                         return Ok(sum);
                     }
                     _ if has_more && error != libc::EINTR => {}
@@ -409,6 +411,11 @@ fn reclaims(slot: &Slot) -> bool {
         }
         _ => false,
     }
+}
+
+/// Whether it is known that all bytes of the peer have come.
+fn has_all(slot: &Slot) -> bool {
+    matches!(slot.receiving(), Ok(Some(receiving)) if receiving.reader.knows_all(&receiving.segment))
 }
 
 /// Whether the peer's process has ended without saying so.

@@ -1,19 +1,19 @@
 //! Calls that send.
 
-use super::{NOT_ACCELERATED, Which, broken, check_cancelled, fail, waits};
+use super::{NOT_ACCELERATED, Which, broken, check_cancelled, fail, keep_error, waits};
 use crate::relayed::{CATCH_UP_MAX, Pause, is_settled, wait_for_room};
 use crate::report::{count, counters};
 use crate::room::Blocked;
 use crate::signals::{self, Handlers};
-use crate::slots::{self, Sending, Slot, phase};
+use crate::slots::{self, Receiving, Sending, Slot, phase};
 use crate::tcp::Connection;
-use crate::{allowance, room, switch, wait};
+use crate::{allowance, room, switch, wait, waker};
 use libc::{c_int, ssize_t};
 use std::io;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 use thruway_sockets::iovecs::Pieces;
-use thruway_sockets::{Over, Segment, Writer};
+use thruway_sockets::{Found, Over, Segment, Writer};
 
 /// A call that sends on a connection which may be accelerated: `plain` sends the rest of the list as it is, with the same flags.
 pub(crate) unsafe fn transmit(
@@ -121,7 +121,7 @@ unsafe fn send_accelerated(
     let connection = Connection::new(fd);
     // When this first waited for TCP to take what is owed to a reader that has closed the ring.
     let mut begin = None;
-    let mut has_waited = false;
+    let (mut has_waited, mut has_entered) = (false, false);
     let mut pause = Pause::default();
     // When this first waited for room.
     let (mut waits_since, mut is_patient) = (None, None);
@@ -196,11 +196,16 @@ unsafe fn send_accelerated(
                 let Sending { segment, writer, .. } = &mut sending;
                 // What is owed to a reader that has closed the ring goes first.
                 writer.enter_tcp(segment, &connection, is_gone).map_err(|error| failed(&error))?;
+                has_entered = true;
                 continue;
             }
         }
         if writer.is_tcp() {
             slot.plain_sends.fetch_add(1, Ordering::SeqCst);
+            if has_entered {
+                drop(sending);
+                take_doorbells(slot, number, &connection);
+            }
             return Ok(false);
         }
         // SAFETY: the caller's promise.
@@ -247,12 +252,31 @@ unsafe fn send_accelerated(
             }
             let Sending { segment, writer, .. } = &mut sending;
             writer.enter_tcp(segment, &connection, false).map_err(|error| failed(&error))?;
+            has_entered = true;
             room::give_up(number);
             continue;
         }
         drop(sending);
         let wanted = from.left();
         has_waited = !wait::spin_for_room(is_impatient, || has_room(slot, wanted));
+    }
+}
+
+/// Discards the doorbells of bytes that the program has received, before it sends by TCP: if the process ended without a call of this library, the
+/// kernel would reset the connection because of them, and drop what it has not sent.
+fn take_doorbells(slot: &Slot, number: u32, connection: &Connection) {
+    // A thread may sleep until it sees the doorbell.
+    if slot.sleepers.load(Ordering::SeqCst) > 0 {
+        return;
+    }
+    let Some(mut receiving) = slot.try_receiving() else { return };
+    let Receiving { segment, reader, .. } = &mut receiving;
+    if reader.has_doorbells(segment) && reader.find(segment, connection) == Ok(Found::Nothing) {
+        reader.discard_doorbells(segment, connection);
+        let _ = reader.arm(segment, waker::wakes(number));
+        keep_error(slot, reader);
+        drop(receiving);
+        wait::note_drained(number);
     }
 }
 

@@ -641,6 +641,13 @@ impl Reader {
         is_waiting && self.ring_len(segment).is_ok_and(|len| len > 0)
     }
 
+    /// True if it is known how many bytes the peer has sent: none go by TCP now. After a reset, TCP may not have delivered all of those.
+    pub fn knows_all(&self, segment: &Segment) -> bool {
+        let control = segment.control(self.direction);
+        let run = &control.runs[self.run as usize % RUNS];
+        control.opened.load(Ordering::Acquire) == self.run || run.end.load(Ordering::Acquire) != OPEN
+    }
+
     /// Whether the peer has ended its direction of the TCP connection, or is about to: the kernel has more to say than the ring.
     pub fn is_ended(&self, segment: &Segment) -> bool {
         segment.control(self.direction).ended.load(Ordering::Relaxed) != 0

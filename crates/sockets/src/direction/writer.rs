@@ -318,6 +318,10 @@ impl Writer {
     /// Rings although the peer has not asked for it, to have it look at what this end has closed. Only while the ring is in use.
     pub fn call(&self, segment: &Segment, tcp: &impl Tcp) {
         let control = segment.control(self.direction);
+        if self.is_reader_gone(segment) {
+            // The kernel answers a byte for a closed socket with a reset, and drops what it has not delivered.
+            return;
+        }
         if segment.is_relayed() {
             control.call_wanted.store(1, Ordering::SeqCst);
             segment.wake_relay(tcp);
