@@ -662,8 +662,8 @@ impl Slot {
         unsafe { self.segment.get().write(Some(segment)) };
     }
 
-    /// Takes the segment out of the slot, if it is mapped in this process. The guard is of [`Slot::upgrading`], and the connection is not accelerated, or both
-    /// other locks are held.
+    /// Takes the segment out of the slot, if it is mapped in this process. The guard is of [`Slot::upgrading`], and the connection is not
+    /// accelerated, or both other locks are held.
     pub(crate) fn take_segment(&self, guard: &Guard<'_>) -> Option<Segment> {
         let segment = self.segment(guard)?;
         local(self.number()).segment.store(0, Ordering::Relaxed);
@@ -672,7 +672,8 @@ impl Slot {
         Some(segment)
     }
 
-    /// Removes the segment from the slot after the last descriptor was closed. Returns it if it is mapped in this process. All three guards are held.
+    /// Removes the segment from the slot after the last descriptor was closed. Returns it if it is mapped in this process. All three guards
+    /// are held.
     pub(crate) fn end_segment(&self, guards: [&Guard<'_>; 3]) -> Option<Segment> {
         let segment = self.leave_segment(guards[0]);
         // SAFETY: under all locks.

@@ -35,8 +35,8 @@ pub(crate) fn settle(slot: &Slot, fd: c_int, mut receiving: Receiving<'_>) {
     take_tcp_back(segment, fd);
 }
 
-/// Before the last descriptor of this process is closed, while the connection counts as shared with other processes. If these were killed, it is
-/// the last one nevertheless: doorbells that nothing has read would have the kernel reset the connection, and drop what it has not sent.
+/// Before the last descriptor of this process is closed, while the connection counts as shared with other processes. These may have been
+/// killed. Then the kernel would reset the connection because of unread doorbells, and drop unsent bytes.
 pub(crate) fn settle_shared(slot: &Slot, fd: c_int, mut receiving: Receiving<'_>) {
     let connection = Connection::new(fd);
     let _ = honour_before_end(slot, fd);
@@ -48,7 +48,7 @@ pub(crate) fn settle_shared(slot: &Slot, fd: c_int, mut receiving: Receiving<'_>
     }
 }
 
-/// Also those that the kernel has not delivered yet.
+/// Discards doorbells, also those that the kernel has not delivered yet.
 fn discard_all_doorbells(slot: &Slot, connection: &Connection, segment: &Segment, reader: &mut Reader) {
     let mut wait = Wait::new(slot, DOORBELLS_MAX);
     reader.discard_doorbells(segment, connection);

@@ -262,8 +262,8 @@ unsafe fn send_accelerated(
     }
 }
 
-/// Discards the doorbells of bytes that the program has received, before it sends by TCP: if the process ended without a call of this library, the
-/// kernel would reset the connection because of them, and drop what it has not sent.
+/// Discards the doorbells of bytes that the program has received, before it sends by TCP. If the process ended later without a call of this
+/// library, the kernel would reset the connection because of these doorbells, and drop unsent bytes.
 fn take_doorbells(slot: &Slot, number: u32, connection: &Connection) {
     // A thread may sleep until it sees the doorbell.
     if slot.sleepers.load(Ordering::SeqCst) > 0 {

@@ -641,11 +641,12 @@ impl Reader {
         is_waiting && self.ring_len(segment).is_ok_and(|len| len > 0)
     }
 
-    /// True if it is known how many bytes the peer has sent: none go by TCP now. After a reset, TCP may not have delivered all of those.
+    /// True if all bytes that the peer has sent by TCP are known to have come: no run is open, and the last one has been read to its end.
     pub fn knows_all(&self, segment: &Segment) -> bool {
         let control = segment.control(self.direction);
-        let run = &control.runs[self.run as usize % RUNS];
-        control.opened.load(Ordering::Acquire) == self.run || run.end.load(Ordering::Acquire) != OPEN
+        let opened = control.opened.load(Ordering::Acquire);
+        let end = control.runs[self.run as usize % RUNS].end.load(Ordering::Acquire);
+        opened == self.run || opened == self.run.wrapping_add(1) && end != OPEN && end <= self.position
     }
 
     /// Whether the peer has ended its direction of the TCP connection, or is about to: the kernel has more to say than the ring.
