@@ -9,6 +9,7 @@ use crate::ssh;
 use clap::{Args, ValueEnum};
 use rustix::fs::{Mode, OFlags};
 use signal_hook::consts::{SIGINT, SIGTERM, SIGXFSZ};
+use std::collections::HashSet;
 use std::ffi::{OsStr, OsString};
 use std::io::IsTerminal;
 use std::os::fd::OwnedFd;
@@ -444,7 +445,10 @@ fn copy(args: &CpArgs, common: &Common, sources: &[Given<'_>], target: &Given<'_
         format!("{}: {why}{remedy}{hint}", job.remote.label)
     })?;
     tracing::info!("provider {}: {}", finished.provider, finished.detail);
-    let items = std::mem::take(&mut *items.lock().expect("no panics under the lock"));
+    let mut items = std::mem::take(&mut *items.lock().expect("no panics under the lock"));
+    if args.dry_run {
+        remove_repeated(&mut items);
+    }
     Ok(Done { finished, encrypted: job.encrypt, stats: pipelines.stats(), items: job.options.itemize.then_some(items) })
 }
 
@@ -464,9 +468,17 @@ struct Done {
 }
 
 /// A changed entry, for `--json`.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
 struct Item {
     path: String,
     reason: String,
+}
+
+/// Removes repeated items of a dry run: after the loss of a connection, another attempt lists all again.
+fn remove_repeated(items: &mut Vec<Item>) {
+    let mut seen = HashSet::new();
+    let mut are_new = items.iter().map(|item| seen.insert(item)).collect::<Vec<bool>>().into_iter();
+    items.retain(|_| are_new.next().unwrap_or(true));
 }
 
 /// Text for messages on how to resume an interrupted copy; `None` if another attempt starts from the beginning.
@@ -1088,5 +1100,19 @@ fn print_stats(stats: &[StageStats]) {
             stage.wait.as_secs_f64(),
             stage.longest_queue,
         );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn items_of_a_second_attempt_are_not_listed_again() {
+        let item = |path: &str, reason: &str| Item { path: path.into(), reason: reason.into() };
+        let mut items =
+            vec![item("a", "new"), item("b", "deleted"), item("a", "new"), item("b", "new"), item("c", "new")];
+        remove_repeated(&mut items);
+        assert_eq!(items, [item("a", "new"), item("b", "deleted"), item("b", "new"), item("c", "new")]);
     }
 }
