@@ -18,7 +18,7 @@ pub fn store(file: impl AsFd, bytes: &[u8], at: u64) -> io::Result<()> {
     let first = at / ALIGNMENT * ALIGNMENT;
     let before = (at - first) as usize;
     let len = before + bytes.len();
-    // SAFETY: a new mapping, of which nothing else knows.
+    // SAFETY: a new mapping at an address that the kernel chooses.
     let map = unsafe { rustix::mm::mmap(std::ptr::null_mut(), len, ProtFlags::WRITE, MapFlags::SHARED, file, first) }?;
     let from = libc::iovec { iov_base: bytes.as_ptr().cast_mut().cast(), iov_len: bytes.len() };
     let to = libc::iovec { iov_base: map.cast::<u8>().wrapping_add(before).cast(), iov_len: bytes.len() };

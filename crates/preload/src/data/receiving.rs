@@ -413,7 +413,7 @@ fn reclaims(slot: &Slot) -> bool {
     }
 }
 
-/// Whether it is known that all bytes of the peer have come.
+/// True if no bytes of the peer are missing.
 fn has_all(slot: &Slot) -> bool {
     matches!(slot.receiving(), Ok(Some(receiving)) if receiving.reader.knows_all(&receiving.segment))
 }

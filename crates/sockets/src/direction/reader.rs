@@ -21,8 +21,8 @@ pub enum Found {
     Nothing,
 }
 
-/// Looks for bytes that have been shown, while another reader of the TCP connection takes them and others come. Each look fails only if
-/// both happen during it.
+/// Attempts to find bytes that a call has shown. An attempt fails if another process takes all bytes of the TCP connection during it and new
+/// bytes arrive directly afterwards.
 const TAKEN_MAX: usize = 64;
 
 /// Reads of `opened` and the tail until both belong together: `opened` changes once between them at most, unless the peer lies.
@@ -256,7 +256,7 @@ impl Reader {
                 self.shown_ahead = 0;
                 return Ok(found);
             }
-            // Others may have come since.
+            // New bytes may have arrived.
         }
         self.broken()
     }
@@ -448,8 +448,8 @@ impl Reader {
         Ok(len)
     }
 
-    /// Bytes on the TCP connection that are neither of a run nor doorbells. 0 for a relayed connection, whose bytes may precede the relay's
-    /// message on them, until the relay has said that no message follows: a peer without the library sends such bytes.
+    /// Bytes on the TCP connection that are neither of a run nor doorbells: a peer without the library sends such bytes. 0 for a relayed
+    /// connection before its relay has finished, because bytes may arrive before the relay's message about them.
     ///
     /// # Errors
     /// [`Broken`].
@@ -641,7 +641,7 @@ impl Reader {
         is_waiting && self.ring_len(segment).is_ok_and(|len| len > 0)
     }
 
-    /// True if all bytes that the peer has sent by TCP are known to have come: no run is open, and the last one has been read to its end.
+    /// True if this end has read all bytes that the peer has sent by TCP: no run is open, and the last run was read to its end.
     pub fn knows_all(&self, segment: &Segment) -> bool {
         let control = segment.control(self.direction);
         let opened = control.opened.load(Ordering::Acquire);

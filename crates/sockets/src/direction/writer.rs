@@ -319,7 +319,7 @@ impl Writer {
     pub fn call(&self, segment: &Segment, tcp: &impl Tcp) {
         let control = segment.control(self.direction);
         if self.is_reader_gone(segment) {
-            // The kernel answers a byte for a closed socket with a reset, and drops what it has not delivered.
+            // The kernel answers a byte for a closed socket with a reset, and drops unsent bytes.
             return;
         }
         if segment.is_relayed() {

@@ -52,7 +52,7 @@ int main(int count, char **arguments) {
         must(connect(connections[i], (void *)&address, sizeof address) == 0, "connect");
     }
     for (int turn = 0; turn < TURNS; turn++) {
-        // One is used now and then only.
+        // The second connection is used rarely.
         int fd = connections[turn > 200 ? turn % 50 == 0 : turn % 2];
         char message[LENGTH] = "";
         must(send(fd, message, LENGTH, 0) == LENGTH, "send");
