@@ -579,10 +579,13 @@ assert two.cancel(7, 1, 100, 50) == GRANTED
 assert one.unlock(7, 100, 50) == GRANTED and one.lock(7, 1, 100, 50) == GRANTED
 assert one.lock(7, 1, 300, 1, reclaim=1) == GRACE, "there has been no restart"
 assert one.unlock(99, 0, TO_END) == GRANTED, "who has nothing"
-for wait in range(64):
+# A host has a share of the 64 places.
+for wait in range(57):
     assert two.lock(wait, 1, 100, 50, wait=1) == BLOCKED
-assert two.lock(64, 1, 100, 50, wait=1) == NO_ROOM
-for wait in range(64):
+assert two.lock(57, 1, 100, 50, wait=1) == NO_ROOM
+three = Host("127.0.0.3")
+assert three.lock(7, 1, 100, 50, wait=1) == BLOCKED and three.cancel(7, 1, 100, 50) == GRANTED
+for wait in range(57):
     assert two.cancel(wait, 1, 100, 50) == GRANTED
 
 # Share modes: version 4 has the file open for reading and writing.
