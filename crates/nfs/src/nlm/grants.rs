@@ -15,7 +15,7 @@ const GRANTS_MAX: usize = 16 << 10;
 /// Most parts of one grant that an owner has not changed. Further ones stay locked if the client cancels its wait.
 const PARTS_MAX: usize = 256;
 
-/// Locks that an owner had before, which count as another grant in progress.
+/// Number of earlier locks that count as another grant in progress.
 const BEFORE_OF_GRANT: usize = 64;
 
 /// An owner of locks in a file.
@@ -37,7 +37,7 @@ pub(super) struct Grant {
 }
 
 impl Grant {
-    /// As how many grants in progress its memory counts.
+    /// Number of further grants in progress that its memory counts as.
     fn weight(&self) -> isize {
         (self.before.len() / BEFORE_OF_GRANT) as isize
     }

@@ -1,7 +1,7 @@
 //! The Network Lock Manager, version 4: locks and share modes for clients of NFS version 3 (X/Open XNFS, chapters 9 to 11). They are
 //! of the same state as those of version 4, so that clients of all versions exclude each other.
 //!
-//! A client that waits for a lock is called when it has it (`calls.rs`).
+//! A client that waits for a lock is called when it has it (`calls.rs`). Until it answers, the grant can be taken back (`grants.rs`).
 
 mod calls;
 mod grants;

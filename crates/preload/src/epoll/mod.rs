@@ -600,8 +600,8 @@ pub(crate) unsafe fn wait(
         instance.sleepers.fetch_sub(1, Ordering::SeqCst);
     }
     if let Some(ready) = plain_ready {
-        // One that has been accelerated meanwhile may have its waker there, or that of another process that has the instance, too. In an
-        // instance that another process has, doorbells ring for all.
+        // A connection that was accelerated during the call may have its waker in the instance, and so may a connection of another process
+        // that shares the instance. In a shared instance, doorbells ring for all connections.
         let rings = || instance.connections.load(Ordering::SeqCst) > 0 && switch::has_accelerated();
         // SAFETY: the kernel has written as many.
         let said = || unsafe { std::slice::from_raw_parts(events, ready as usize) };
