@@ -1,6 +1,6 @@
 //! Replies to calls that must not be done twice: a client whose connection was lost repeats what it has called, by any connection.
 //!
-//! A call is known by its host (without the port), its number, what it calls, who calls, and a digest of the arguments: another
+//! A call is known by its host's address (without the port), its number, what it calls, who calls, and a digest of the arguments: another
 //! one that has only the number in common is done. What is kept is the RPC message, which no transport has touched.
 
 use super::{Call, Credential};
@@ -58,10 +58,15 @@ struct Hosts {
     bytes: usize,
 }
 
-/// The host with this address: every address of loopback is the same one's.
+/// The address of a client, which is the same for every address of loopback.
+fn address_of(address: IpAddr) -> IpAddr {
+    let address = address.to_canonical();
+    if address.is_loopback() { Ipv4Addr::LOCALHOST.into() } else { address }
+}
+
+/// The host, or the network of IPv6, that shares a quota of replies.
 fn host_of(address: IpAddr) -> Origin {
-    let is_loopback = address.to_canonical().is_loopback();
-    Origin::of_host(if is_loopback { Ipv4Addr::LOCALHOST.into() } else { address })
+    Origin::of_host(address_of(address))
 }
 
 /// The replies.
@@ -135,7 +140,9 @@ impl ReplyCache {
             Credential::Sys(sys) => (Some((sys.uid, sys.gid, &sys.gids)), None),
             Credential::Gss(caller) => (None, Some(caller.principal())),
         };
-        let digest = self.hasher.hash_one((who, call.digest()));
+        // Hosts of one network of IPv6 share a quota, and no replies.
+        let address = call.connection.peer.map(|peer| address_of(peer.ip()));
+        let digest = self.hasher.hash_one((who, address, call.digest()));
         let procedure = (call.program, call.version, call.procedure);
         Key { xid: call.xid, procedure, digest, is_of_data }
     }
