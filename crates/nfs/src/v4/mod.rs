@@ -28,7 +28,6 @@ use self::recovery::Recovery;
 use self::session::Session;
 use self::status::Status;
 use crate::delegations::Delegate;
-use crate::file_system::OpenGuard;
 use crate::identity::FileIdentity;
 use crate::share::Shares;
 use crate::state::{GrantPermit, PendingGrant, Refused, State};
@@ -204,20 +203,22 @@ impl Nfs4 {
     }
 }
 
-/// Files that are closed as one unit of work.
-const CLOSED_OF_UNIT: usize = 16;
+/// Number of items in one unit of work of [`in_steps`]: files to close, locks to give, callbacks to start.
+const ITEMS_OF_UNIT: usize = 16;
 
-/// Lets go of what was kept open: of many files in steps, so that others can work between them.
-fn close_all(mut dropped: Vec<OpenGuard>) {
-    if dropped.len() <= CLOSED_OF_UNIT || reactor::node().is_none() {
-        return;
+/// Calls `action` with each item: with many items in steps, so that calls of others run between them.
+fn in_steps<T: 'static>(items: Vec<T>, mut action: impl FnMut(T) + 'static) {
+    if items.len() <= ITEMS_OF_UNIT || reactor::node().is_none() {
+        return items.into_iter().for_each(action);
     }
     reactor::start(caller::inherited(async move {
-        while !dropped.is_empty() {
-            slices::spend(1).await;
-            // Also where the daemon itself has ended a lease.
-            tokio::task::yield_now().await;
-            dropped.truncate(dropped.len().saturating_sub(CLOSED_OF_UNIT));
+        for (number, item) in items.into_iter().enumerate() {
+            if number.is_multiple_of(ITEMS_OF_UNIT) {
+                slices::spend(1).await;
+                // Also where the daemon itself has ended a lease.
+                tokio::task::yield_now().await;
+            }
+            action(item);
         }
     }));
 }
@@ -236,12 +237,20 @@ impl Server {
             let result = action(&mut state, now);
             (result, state.take_dropped(), state.take_notices(), state.take_freed(), state.take_recalls())
         };
-        if let Some(give) = self.lock_waits.get() {
-            freed.into_iter().for_each(give);
+        if !freed.is_empty() {
+            let server = Arc::clone(self);
+            in_steps(freed, move |freed| {
+                if let Some(give) = server.lock_waits.get() {
+                    give(freed);
+                }
+            });
         }
-        close_all(dropped);
-        notices.into_iter().for_each(|(session, notice)| send(session, notice));
-        recalls.into_iter().for_each(|number| recall::start(self, number));
+        in_steps(dropped, drop);
+        in_steps(notices, |(session, notice)| send(session, notice));
+        if !recalls.is_empty() {
+            let server = Arc::clone(self);
+            in_steps(recalls, move |number| recall::start(&server, number));
+        }
         result
     }
 
