@@ -147,6 +147,9 @@ const PATIENCE: Duration = Duration::from_secs(20);
 /// Most leases at a time.
 const LEASES_MAX: usize = 4096;
 
+/// Least number of files that a share holds, and of files that are open, where the limit on descriptors is low.
+const OPEN_MIN: usize = 16;
+
 /// Inode number of the root directory of a subvolume (`BTRFS_FIRST_FREE_OBJECTID`).
 const BTRFS_ROOT_INODE: u64 = 256;
 
@@ -493,14 +496,14 @@ impl LocalFileSystem {
             paths,
             opening: Mutex::default(),
             is_local: file_system::is_of_this_host(&root),
-            nodes: Cache::new(limits::share_of_open_files(part).clamp(64, 1 << 20)),
+            nodes: Cache::new(limits::share_of_open_files(part).clamp(OPEN_MIN, 1 << 20)),
             open: Mutex::default(),
             verifier: AtomicU64::new(now.as_nanos() as u64),
             is_durable: options.is_durable,
             is_direct: options.is_direct,
             syncs_names_with_files: file_system::syncs_names_with_new_files(&root),
             telling: RwLock::default(),
-            open_max: limits::share_of_open_files(part).max(64),
+            open_max: limits::share_of_open_files(part).max(OPEN_MIN),
             copies: Turns::new(COPIES),
             listings: Turns::new(LISTINGS),
             leases: Arc::new(Semaphore::new(
