@@ -587,6 +587,13 @@ three = Host("127.0.0.3")
 assert three.lock(7, 1, 100, 50, wait=1) == BLOCKED and three.cancel(7, 1, 100, 50) == GRANTED
 for wait in range(57):
     assert two.cancel(wait, 1, 100, 50) == GRANTED
+# Cancelling a wait for writing leaves a lock for reading of the same range, also one that was given after a wait and is not acknowledged.
+assert one.lock(7, 1, 500, 10) == GRANTED and two.lock(7, 0, 500, 10, wait=1) == BLOCKED and one.unlock(7, 500, 10) == GRANTED
+while one.test(8, 1, 500, 10) == GRANTED:
+    time.sleep(0.01)
+assert three.lock(7, 0, 500, 10) == GRANTED and two.lock(7, 1, 500, 10, wait=1) == BLOCKED and two.cancel(7, 1, 500, 10) == GRANTED
+assert three.unlock(7, 500, 10) == GRANTED and one.test(8, 1, 500, 10) == DENIED
+assert two.cancel(7, 0, 500, 10) == GRANTED and one.test(8, 1, 500, 10) == GRANTED
 
 # Share modes: version 4 has the file open for reading and writing.
 assert one.share(b"a", 1, 0) == DENIED and one.share(b"a", 0, 3) == GRANTED
@@ -623,6 +630,98 @@ assert one.call(100024, 1, 2)[16:20] == words(1), "it monitors no hosts for othe
 "#;
     ok("/usr/bin/python3", &["-c", &format!("{CLIENT}{SESSION}{LOCKS}{script}"), &at, ""]);
     daemon.stop();
+}
+
+/// The lock manager of a host, `Manager(address)`. It answers a callback when `may_answer` is set, as Linux's does: whether the lock is waited
+/// for at that moment.
+const MANAGER: &str = r#"
+import threading, time
+class Manager:
+    def __init__(self, address):
+        self.may_answer, self.called, self.is_waiting, self.accepted = threading.Event(), threading.Event(), True, 0
+        self.lock_manager = self.listen((address, 0))
+        self.listen((address, 111))
+    def listen(self, at):
+        listener = socket.create_server(at)
+        threading.Thread(target=self.serve, args=(listener,), daemon=True).start()
+        return listener.getsockname()[1]
+    def serve(self, listener):
+        while True:
+            stream, _ = listener.accept()
+            connection = Connection.__new__(Connection)
+            connection.stream = stream
+            call = connection.receive_message()
+            xid, program = call[:4], struct.unpack(">I", call[12:16])[0]
+            version = struct.unpack(">I", call[16:20])[0]
+            if program == 100000:
+                found = words(self.lock_manager)
+                if version > 2:
+                    found = opaque(b"%s.%d.%d" % (stream.getsockname()[0].encode(), self.lock_manager >> 8, self.lock_manager & 255))
+                reply = found
+            else:
+                self.called.set()
+                self.may_answer.wait()
+                self.accepted += self.is_waiting
+                # The cookie has eight bytes.
+                at = call.rindex(opaque(b"host")) - 16
+                reply = call[at:at + 12] + words(0 if self.is_waiting else 1)
+            message = xid + words(1, 0, 0, 0, 0) + reply
+            stream.sendall(words(0x80000000 | len(message)) + message)
+            stream.close()
+"#;
+
+#[test]
+fn late_callbacks_of_version_3_match_no_later_wait() {
+    let lab = Lab::new();
+    let script = r#"
+# Every address of this network is the same host's to the cache of replies: calls of different clients must differ.
+holder, other, observer = Host("127.0.0.1"), Host("127.0.0.3"), Host("127.0.0.4")
+manager = Manager("127.0.0.2")
+# The callback is on the way when the client cancels or unlocks.
+for at, ends, accepts in [(0, "cancel", False), (100, "cancel", True), (200, "unlock", False)]:
+    waiter = Host("127.0.0.2")
+    manager.may_answer.clear()
+    manager.called.clear()
+    manager.is_waiting = True
+    assert holder.lock(6, 1, at, 10) == GRANTED and waiter.lock(7, 1, at, 10, wait=1) == BLOCKED
+    assert holder.unlock(6, at, 10) == GRANTED
+    assert manager.called.wait(60)
+    manager.is_waiting = accepts
+    answers = []
+    if ends == "cancel":
+        call = threading.Thread(target=lambda: answers.append(waiter.cancel(7, 1, at, 10)))
+    else:
+        assert waiter.lock(7, 1, at, 10, wait=1) == GRANTED, "it has asked again"
+        call = threading.Thread(target=lambda: answers.append(waiter.unlock(7, at, 10)))
+    call.start()
+    if ends == "unlock":
+        while other.lock(8, 1, at, 10) != GRANTED:
+            time.sleep(0.01)
+    assert answers == [], "the client could wait again and match the callback with the new wait"
+    assert (other.lock(8, 1, at, 10) == GRANTED) == (ends == "unlock")
+    manager.may_answer.set()
+    call.join()
+    assert answers == [GRANTED], answers
+    assert other.lock(8, 1, at, 10) == GRANTED, "the lock is free, also if the client has accepted it meanwhile"
+    # A new wait ends with a callback of its own.
+    manager.is_waiting = True
+    before = manager.accepted
+    assert waiter.lock(7, 1, at, 10, wait=1) == BLOCKED and other.unlock(8, at, 10) == GRANTED
+    while manager.accepted == before:
+        time.sleep(0.01)
+    assert observer.test(9, 1, at, 10) == DENIED and waiter.unlock(7, at, 10) == GRANTED
+"#;
+    // A network of its own has a free port 111.
+    let shell = r#"
+ip link set lo up
+"$0" serve --quiet --share m=mem:64M,squash=none --nfs 127.0.0.1:2049 --state "$1" & daemon=$!
+trap 'kill $daemon; wait $daemon' EXIT
+until (: </dev/tcp/127.0.0.1/2049) 2>/dev/null; do kill -0 $daemon && sleep 0.05; done
+python3 -c "$2" 127.0.0.1:2049 ''
+"#;
+    let script = format!("{CLIENT}{SESSION}{LOCKS}{MANAGER}Session(b'v4') and opened(Session(b'v4b'), b'o')\n{script}");
+    let state = lab.path("state");
+    ok("unshare", &["--net", "bash", "-ec", shell, THRUWAY, state.to_str().unwrap(), &script]);
 }
 
 #[test]

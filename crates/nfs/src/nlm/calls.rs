@@ -17,6 +17,7 @@ use thruway_rpc::message::{AuthSys, OpaqueAuth, flavor};
 use thruway_rpc::rpcbind;
 use thruway_rpc::xdr::{Decoder, Encoder};
 use thruway_server::turns::{Limits, Turns};
+use thruway_server::{caller::on_behalf_of, slices};
 use thruway_tcp::Origin;
 use tokio::time::{Instant, sleep};
 
@@ -71,6 +72,17 @@ pub(super) fn lock_owner(client: u64, owner: &[u8], file: &FileIdentity) -> Lock
 
 /// Calls a procedure of a program that a client's rpcbind knows, when it is its host's turn.
 async fn call(calls: &Turns, host: &Host, of: Procedure, arguments: Encoder) -> Result<Option<Reply>, CallError> {
+    call_if(calls, host, of, arguments, || true).await
+}
+
+/// As [`call`], if `begins` returns true when there is a connection. Else the reply is `None`.
+async fn call_if(
+    calls: &Turns,
+    host: &Host,
+    of: Procedure,
+    arguments: Encoder,
+    begins: impl FnOnce() -> bool,
+) -> Result<Option<Reply>, CallError> {
     let turn = calls.take(Origin::of_host(host.address)).await;
     let _turn = turn.ok_or(CallError::TimedOut(TIMEOUT))?;
     let Procedure { program, version, .. } = of;
@@ -80,7 +92,19 @@ async fn call(calls: &Turns, host: &Host, of: Procedure, arguments: Encoder) -> 
     let address = SocketAddr::new(host.address, address.port());
     let client = Client::connect_from(Some(host.local), address, TIMEOUT).await?.with_replies_of(REPLY_MAX);
     let credential = AuthSys { machine: nsm::own_name(), uid: 0, gid: 0, gids: Vec::new() }.encode();
+    if !begins() {
+        return Ok(None);
+    }
     client.call(of, OpaqueAuth { flavor: flavor::AUTH_SYS, body: &credential }, arguments).await.map(Some)
+}
+
+/// A callback with a lock that is on the way to a client or back, until this is dropped.
+struct CallInProgress<'a>(&'a Caller, &'a LockOwner);
+
+impl Drop for CallInProgress<'_> {
+    fn drop(&mut self) {
+        self.0.grants().end_call(self.1);
+    }
 }
 
 const fn of(procedure: u32) -> Procedure {
@@ -97,11 +121,46 @@ impl Caller {
         self.grants().changed(owner, range);
     }
 
-    /// A client does not want a lock that it waits for, or may have been given: its owner has what it had before.
-    pub(super) fn cancel(&self, state: &mut State, owner: &LockOwner, range: Range) -> Result<(), V4> {
+    /// Cancels the wait of an owner for a lock of this kind. If the lock was given and not acknowledged, restores the owner's earlier locks.
+    /// A lock of the other kind in the same range stays.
+    ///
+    /// Waits for the answer to a callback that is on the way. The result is [`Status::DENIED`] if the client does not answer: it has the lock,
+    /// and will be called again.
+    pub(super) async fn cancel(&self, owner: &LockOwner, is_write: bool, range: Range) -> Result<Status, V4> {
         let (client, name, file) = owner;
-        state.cancel_wait(*client, name, file, range);
-        let mut grants = self.grants();
+        let until = Instant::now() + TIMEOUT;
+        loop {
+            let calls;
+            let ended = {
+                let grants = self.grants();
+                calls = grants.calls_of(owner);
+                calls.as_ref().map(|calls| calls.notified())
+            };
+            let is_last = ended.is_none() || Instant::now() >= until;
+            let attempt = |state: &mut State, _| {
+                state.cancel_wait(*client, name, file, is_write, range);
+                let mut grants = self.grants();
+                let Some(grant) = grants.get_mut(owner, is_write, range) else { return Ok(Some(Status::GRANTED)) };
+                grant.is_cancelled = grant.is_sent && !is_last;
+                match grant.is_sent {
+                    true if is_last => Ok(Some(Status::DENIED)),
+                    true => Ok(None),
+                    false => Self::take_back(state, &mut grants, owner, range).map(|()| Some(Status::GRANTED)),
+                }
+            };
+            if let Some(status) = self.server.state(attempt)? {
+                return Ok(status);
+            }
+            if let Some(ended) = ended {
+                // Late answers are seen by the next attempt.
+                let _ = tokio::time::timeout_at(until, ended).await;
+            }
+        }
+    }
+
+    /// Takes back an unacknowledged lock: the owner has what it had before.
+    fn take_back(state: &mut State, grants: &mut Grants, owner: &LockOwner, range: Range) -> Result<(), V4> {
+        let (client, name, file) = owner;
         if let Some(grant) = grants.get(owner, range) {
             state.take_back(*client, name, file, &grant.due, &grant.before)?;
             grants.remove(owner, range);
@@ -109,9 +168,18 @@ impl Caller {
         Ok(())
     }
 
-    /// True while this grant is unacknowledged.
-    fn has(&self, freed: &PendingGrant, given: &LockOwner) -> bool {
-        self.grants().numbered(freed.number, given, freed.range).is_some()
+    /// Waits until no callback is on the way to an owner, for [`TIMEOUT`] at most.
+    pub(super) async fn calls_ended(&self, owner: &LockOwner) {
+        let calls;
+        let ended = {
+            let grants = self.grants();
+            calls = grants.calls_of(owner);
+            calls.as_ref().map(|calls| calls.notified())
+        };
+        if let Some(ended) = ended {
+            // A client that has not answered by then is called again.
+            let _ = tokio::time::timeout(TIMEOUT, ended).await;
+        }
     }
 
     /// True if a client of this host may wait for another lock.
@@ -171,12 +239,13 @@ async fn notify(host: &Host, start: u32, calls: &Turns) {
 
 /// Gives a client a lock that it waits for, if it is free.
 pub(super) fn give(caller: Arc<Caller>, freed: PendingGrant) {
-    let Some(in_progress) = GrantInProgress::begin(&caller, Origin::of_host(freed.host.address)) else {
+    let origin = Origin::of_host(freed.host.address);
+    let Some(in_progress) = GrantInProgress::begin(&caller, origin) else {
         // The client asks again.
         caller.server.state(|state, _| state.end_wait(&freed));
         return tracing::debug!(host = %freed.host.address, "too many locks of this host have not been acknowledged");
     };
-    reactor::start(async move {
+    reactor::start(on_behalf_of(origin, async move {
         let _in_progress = in_progress;
         let given = lock_owner(freed.client, &freed.owner, &freed.file);
         let is_given = lock(&caller, &freed, &given).await;
@@ -184,7 +253,7 @@ pub(super) fn give(caller: Arc<Caller>, freed: PendingGrant) {
         if is_given {
             call_with_lock(&caller, &freed, &given).await;
         }
-    });
+    }));
 }
 
 /// Takes a lock for a client that waits for it. False if the client waits on, or does not need the lock any more.
@@ -223,13 +292,17 @@ async fn lock(caller: &Caller, freed: &PendingGrant, given: &LockOwner) -> bool 
                 Err(refused) => Err(refused),
                 Ok(()) => {
                     // Before any call of the client finds that it has it.
-                    caller.grants().insert(freed.number, origin, given.clone(), range, before);
+                    caller.grants().insert(freed.number, origin, given.clone(), (is_write, range), before);
                     Ok(true)
                 }
             }
         };
         let result = match server.may_have(client, false).await {
-            Ok(may_have) => server.retry_on_conflict(|state, now| action(state, now, may_have)).await,
+            Ok(may_have) => {
+                // Thousands can be due at the same moment.
+                slices::spend(1).await;
+                server.retry_on_conflict(|state, now| action(state, now, may_have)).await
+            }
             Err(status) => Err(status.into()),
         };
         match result {
@@ -270,7 +343,13 @@ async fn call_with_lock(caller: &Caller, freed: &PendingGrant, given: &LockOwner
         }
         let mut arguments = Encoder::new();
         Test { cookie: &cookie, is_write: *is_write, lock }.encode(&mut arguments);
-        let status = match call(&caller.calls, host, of(procedure::GRANTED), arguments).await {
+        let mut in_progress = None;
+        let begins = || {
+            let begins = caller.grants().begin_call(*number, given, *is_write, *range);
+            in_progress = begins.then_some(CallInProgress(caller, given));
+            begins
+        };
+        let status = match call_if(&caller.calls, host, of(procedure::GRANTED), arguments, begins).await {
             Ok(Some(reply)) => result_of(&mut reply.results()),
             Ok(None) => None,
             Err(error) => {
@@ -278,27 +357,40 @@ async fn call_with_lock(caller: &Caller, freed: &PendingGrant, given: &LockOwner
                 None
             }
         };
-        match status {
-            Some(Status::GRANTED) => {
-                tracing::debug!(host = %host.address, "told that it has a lock");
-                break;
-            }
-            // It does not wait for it any more.
-            Some(Status::DENIED) => {
-                let _ = caller.server.state(|state, _| match caller.has(freed, given) {
-                    true => caller.cancel(state, given, *range),
-                    false => Ok(()),
-                });
-                return;
-            }
-            _ => sleep(again_after).await,
+        let is_answered = matches!(status, Some(Status::GRANTED | Status::DENIED));
+        if is_answered {
+            tracing::debug!(host = %host.address, ?status, "told that it has a lock");
+            let _ = caller.server.state(|state, _| answered(caller, state, freed, given, status));
         }
+        drop(in_progress);
+        if is_answered {
+            return;
+        }
+        sleep(again_after).await;
         again_after = (again_after * 2).min(RETRY_AFTER_MAX);
     }
     let mut grants = caller.grants();
     if grants.numbered(*number, given, *range).is_some() {
         grants.remove(given, *range);
     }
+}
+
+/// Ends a grant whose client has answered the callback. The lock is taken back if the client does not wait for it any more.
+fn answered(
+    caller: &Caller,
+    state: &mut State,
+    freed: &PendingGrant,
+    given: &LockOwner,
+    status: Option<Status>,
+) -> Result<(), V4> {
+    let mut grants = caller.grants();
+    let Some(grant) = grants.numbered(freed.number, given, freed.range) else { return Ok(()) };
+    if status == Some(Status::DENIED) || grant.is_cancelled {
+        state.cancel_wait(freed.client, &freed.owner, &freed.file, freed.is_write, freed.range);
+        return Caller::take_back(state, &mut grants, given, freed.range);
+    }
+    grants.remove(given, freed.range);
+    Ok(())
 }
 
 fn result_of(d: &mut Decoder<'_>) -> Option<Status> {

@@ -2,11 +2,16 @@
 //!
 //! A client can cancel its wait, or deny the callback. Then the lock is taken back, and the owner has its earlier locks in the range again,
 //! except in parts that it has locked or unlocked by a call since the grant. Unacknowledged grants of one owner in a file do not overlap.
+//!
+//! Clients match a callback with their waits by owner, file and range. A callback that arrives late must not match a later wait. So CANCEL
+//! and UNLOCK are answered when no callback is on the way to the owner. A lock stays locked if the client may yet get the callback.
 
 use crate::identity::FileIdentity;
 use crate::state::{HostCounts, Range};
 use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
 use thruway_tcp::Origin;
+use tokio::sync::Notify;
 
 /// Most grants in progress: locks that are being given after a wait, until their clients acknowledge them. Quota of one host: eight times
 /// the remaining room.
@@ -30,6 +35,11 @@ pub(super) struct Grant {
     /// Unique number: the same range can be given again.
     number: u64,
     last: u64,
+    pub is_write: bool,
+    /// A callback may have reached the client, whose answer has not come.
+    pub is_sent: bool,
+    /// The client has cancelled its wait and waits for the answer to that.
+    pub is_cancelled: bool,
     /// Parts of the range that the owner has neither locked nor unlocked by a call since.
     pub due: Vec<Range>,
     pub before: Before,
@@ -47,6 +57,8 @@ impl Grant {
 #[derive(Default)]
 pub(super) struct Grants {
     of_owner: HashMap<LockOwner, BTreeMap<u64, Grant>>,
+    /// Callbacks on the way to the clients or back: their number, and a signal at the end of the last one of an owner.
+    calls: HashMap<LockOwner, (usize, Arc<Notify>)>,
     in_progress: HostCounts,
 }
 
@@ -68,8 +80,17 @@ impl Grants {
     }
 
     /// Adds a grant, which overlaps no other.
-    pub(super) fn insert(&mut self, number: u64, origin: Origin, owner: LockOwner, range: Range, before: Before) {
-        let grant = Grant { number, last: range.last, due: vec![range], before, origin };
+    pub(super) fn insert(
+        &mut self,
+        number: u64,
+        origin: Origin,
+        owner: LockOwner,
+        (is_write, range): (bool, Range),
+        before: Before,
+    ) {
+        let due = vec![range];
+        let grant =
+            Grant { number, last: range.last, is_write, is_sent: false, is_cancelled: false, due, before, origin };
         self.count(origin, grant.weight());
         self.of_owner.entry(owner).or_default().insert(range.start, grant);
     }
@@ -82,6 +103,36 @@ impl Grants {
     /// As [`Grants::get`], of the grant with this number.
     pub(super) fn numbered(&self, number: u64, owner: &LockOwner, range: Range) -> Option<&Grant> {
         self.get(owner, range).filter(|grant| grant.number == number)
+    }
+
+    /// As [`Grants::get`], to be changed, if it is a grant of this kind.
+    pub(super) fn get_mut(&mut self, owner: &LockOwner, is_write: bool, range: Range) -> Option<&mut Grant> {
+        let grant = self.of_owner.get_mut(owner)?.get_mut(&range.start)?;
+        Some(grant).filter(|grant| grant.last == range.last && grant.is_write == is_write)
+    }
+
+    /// Notes that a callback with the grant of this number is on the way. False if the grant is gone: then the client must not be called.
+    pub(super) fn begin_call(&mut self, number: u64, owner: &LockOwner, is_write: bool, range: Range) -> bool {
+        let grant = self.get_mut(owner, is_write, range).filter(|grant| grant.number == number);
+        let Some(grant) = grant else { return false };
+        grant.is_sent = true;
+        self.calls.entry(owner.clone()).or_default().0 += 1;
+        true
+    }
+
+    /// The callback was answered, or has failed.
+    pub(super) fn end_call(&mut self, owner: &LockOwner) {
+        let Some((count, ended)) = self.calls.get_mut(owner) else { return };
+        *count -= 1;
+        if *count == 0 {
+            ended.notify_waiters();
+            self.calls.remove(owner);
+        }
+    }
+
+    /// Signals the end of the last callback on the way to an owner; `None` if there is none.
+    pub(super) fn calls_of(&self, owner: &LockOwner) -> Option<Arc<Notify>> {
+        self.calls.get(owner).map(|(_, ended)| Arc::clone(ended))
     }
 
     /// Removes the grant of this very range: the client has acknowledged it, or it was taken back.
@@ -152,7 +203,7 @@ mod tests {
         assert_eq!((grants.in_progress.total(), grants.has_room(one)), (64, true));
         // Locks of before count, too.
         let before = vec![(false, range(0, 0)); 640];
-        grants.insert(1, one, owner(1, 1), range(0, 99), before);
+        grants.insert(1, one, owner(1, 1), (true, range(0, 99)), before);
         assert_eq!(grants.in_progress.total(), 74);
         grants.remove(&owner(1, 1), range(0, 99));
         assert_eq!(grants.in_progress.total(), 64);
@@ -163,7 +214,7 @@ mod tests {
         let (here, there, other) = (owner(1, 1), owner(1, 2), owner(2, 1));
         let mut grants = Grants::default();
         for known in [&here, &there, &other] {
-            grants.insert(1, host(1), known.clone(), range(10, 19), vec![(false, range(10, 12))]);
+            grants.insert(1, host(1), known.clone(), (true, range(10, 19)), vec![(false, range(10, 12))]);
         }
         grants.changed(&here, range(12, 14));
         let due = |grants: &Grants, owner| grants.get(owner, range(10, 19)).map(|grant| grant.due.clone());
@@ -177,9 +228,35 @@ mod tests {
         [&here, &other].into_iter().for_each(|known| grants.remove(known, range(10, 19)));
         assert!(grants.of_owner.is_empty(), "nothing is left");
         // A later grant of the same range is another one.
-        grants.insert(7, host(1), here.clone(), range(10, 19), Before::new());
+        grants.insert(7, host(1), here.clone(), (true, range(10, 19)), Before::new());
         assert!(grants.numbered(1, &here, range(10, 19)).is_none());
         assert!(grants.numbered(7, &here, range(10, 19)).is_some());
+    }
+
+    #[test]
+    fn callbacks_on_the_way_are_known_until_the_last_has_ended() {
+        let (mut grants, here, there) = (Grants::default(), owner(1, 1), owner(1, 2));
+        grants.insert(1, host(1), here.clone(), (true, range(10, 19)), Before::new());
+        grants.insert(2, host(1), here.clone(), (true, range(20, 29)), Before::new());
+        assert!(
+            !grants.begin_call(2, &here, true, range(10, 19)) && !grants.begin_call(1, &here, false, range(10, 19))
+        );
+        assert!(!grants.get(&here, range(10, 19)).unwrap().is_sent && grants.calls_of(&here).is_none());
+        assert!(grants.begin_call(1, &here, true, range(10, 19)) && grants.begin_call(2, &here, true, range(20, 29)));
+        assert!(grants.get(&here, range(10, 19)).unwrap().is_sent && grants.calls_of(&there).is_none());
+        let ended = grants.calls_of(&here).unwrap();
+        // A grant that is removed does not end its callback.
+        grants.remove(&here, range(10, 19));
+        assert!(!grants.begin_call(1, &here, true, range(10, 19)), "the client must not be called again");
+        grants.end_call(&here);
+        assert!(Arc::ptr_eq(&ended, &grants.calls_of(&here).unwrap()));
+        let signal = ended.notified();
+        grants.end_call(&here);
+        assert!(grants.calls_of(&here).is_none() && grants.calls.is_empty());
+        let mut signal = std::pin::pin!(signal);
+        let mut context = std::task::Context::from_waker(std::task::Waker::noop());
+        assert!(signal.as_mut().poll(&mut context).is_ready());
+        grants.end_call(&here);
     }
 
     proptest! {
@@ -196,7 +273,7 @@ mod tests {
                 let overlaps = ranges.iter().any(|known| known.overlaps(&wanted));
                 prop_assert_eq!(grants.overlaps(&owner, wanted), overlaps);
                 if !overlaps {
-                    grants.insert(1, host(1), owner.clone(), wanted, Before::new());
+                    grants.insert(1, host(1), owner.clone(), (true, wanted), Before::new());
                     ranges.push(wanted);
                 }
             }

@@ -196,31 +196,32 @@ impl Nlm {
         })
     }
 
-    fn cancel(&self, call: &Call, args: &Cancel<'_>) -> Result<Status, Status> {
+    async fn cancel(&self, call: &Call, args: &Cancel<'_>) -> Result<Status, Status> {
         let file = self.target(call, args.lock.handle)?.key();
         let host = host_of(call, args.lock.caller).ok_or(Status::FAILED)?;
         let (owner, range) = (args.lock.key(), args.lock.range()?);
         let server = self.server();
         let Some(client) = server.state(|state, _| state.known_host(&host)) else { return Ok(Status::GRANTED) };
         // It may have been given the lock just now, and not know.
-        let cancelled =
-            server.state(|state, _| self.caller.cancel(state, &calls::lock_owner(client, &owner, &file), range));
-        cancelled.map(|()| Status::GRANTED).map_err(|status| status_of(status.into()))
+        let cancelled = self.caller.cancel(&calls::lock_owner(client, &owner, &file), args.is_write, range).await;
+        cancelled.map_err(|status| status_of(status.into()))
     }
 
-    fn unlock(&self, call: &Call, args: &Unlock<'_>) -> Result<Status, Status> {
+    async fn unlock(&self, call: &Call, args: &Unlock<'_>) -> Result<Status, Status> {
         let file = self.target(call, args.lock.handle)?.key();
         let host = host_of(call, args.lock.caller).ok_or(Status::FAILED)?;
         let (owner, range) = (args.lock.key(), args.lock.range()?);
         let server = self.server();
         if let Some(client) = server.state(|state, _| state.known_host(&host)) {
+            let lock_owner = calls::lock_owner(client, &owner, &file);
             let unlock = |state: &mut State, _| {
                 state.unlock_monitored(client, &owner, &file, range)?;
-                state.cancel_wait(client, &owner, &file, range);
-                self.caller.changed(&calls::lock_owner(client, &owner, &file), range);
+                state.end_waits(client, &owner, &file, range, |_| true);
+                self.caller.changed(&lock_owner, range);
                 Ok(())
             };
             server.state(unlock).map_err(|status: V4| status_of(status.into()))?;
+            self.caller.calls_ended(&lock_owner).await;
         }
         Ok(Status::GRANTED)
     }
@@ -266,13 +267,13 @@ impl Nlm {
             procedure::CANCEL => {
                 let args = Cancel::decode(&mut d)?;
                 d.finish()?;
-                wire::put_result(out, args.cookie, either(self.cancel(call, &args)));
+                wire::put_result(out, args.cookie, either(self.cancel(call, &args).await));
                 args.lock.caller
             }
             procedure::UNLOCK => {
                 let args = Unlock::decode(&mut d)?;
                 d.finish()?;
-                wire::put_result(out, args.cookie, either(self.unlock(call, &args)));
+                wire::put_result(out, args.cookie, either(self.unlock(call, &args).await));
                 args.lock.caller
             }
             // LOCK and NM_LOCK, of clients that do not say when they restart.

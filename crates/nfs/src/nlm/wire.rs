@@ -136,13 +136,14 @@ impl<'a> Take<'a> {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Cancel<'a> {
     pub cookie: &'a [u8],
+    pub is_write: bool,
     pub lock: Lock<'a>,
 }
 
 impl<'a> Cancel<'a> {
     pub(crate) fn decode(d: &mut Decoder<'a>) -> xdr::Result<Cancel<'a>> {
-        let (cookie, _is_waiting, _is_write) = (get_cookie(d)?, d.bool()?, d.bool()?);
-        Ok(Cancel { cookie, lock: Lock::decode(d)? })
+        let (cookie, _is_waiting, is_write) = (get_cookie(d)?, d.bool()?, d.bool()?);
+        Ok(Cancel { cookie, is_write, lock: Lock::decode(d)? })
     }
 }
 

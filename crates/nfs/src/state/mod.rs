@@ -221,7 +221,7 @@ pub(crate) struct State {
     /// Locks that are free and that clients of version 3 wait for.
     freed: Vec<PendingGrant>,
     /// Such locks that are being given: the number, and whether for writing. The last number.
-    giving: HashMap<WaitKey, (u64, bool)>,
+    giving: HashMap<WaitKey, u64>,
     given: u64,
     /// Callbacks that are due.
     notices: Vec<(Arc<Session>, Notice)>,

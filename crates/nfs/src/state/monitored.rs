@@ -54,21 +54,25 @@ pub(crate) struct PendingGrant {
     pub since: u64,
 }
 
-/// A wait of a client of version 3: client, owner, file, first and last byte.
-pub(super) type WaitKey = (u64, Box<[u8]>, FileIdentity, (u64, u64));
+/// A wait of a client of version 3: client, owner, file, whether it is for writing, first and last byte.
+pub(super) type WaitKey = (u64, Box<[u8]>, FileIdentity, bool, (u64, u64));
 
-fn wait_key(client: u64, owner: &[u8], file: &FileIdentity, range: Range) -> WaitKey {
-    (client, owner.into(), file.clone(), (range.start, range.last))
+fn wait_key(client: u64, owner: &[u8], file: &FileIdentity, is_write: bool, range: Range) -> WaitKey {
+    (client, owner.into(), file.clone(), is_write, (range.start, range.last))
 }
 
 impl State {
-    /// The client that a host is; what it had before it has been started again is gone. `start` is the number of its start, or 0.
+    /// The client that a host is; what it had before it has been started again is gone. `start` is the number of its start, or 0. An older
+    /// number is that of another host with this name and address, or of a late call.
     pub(crate) fn monitored(&mut self, now: u64, host: &Host, start: u32) -> Result<u64, Refused> {
         let name = host.client_name();
         if let Some(id) = self.ids_of(&name).0 {
             let client = self.clients.get_mut(&id).expect("a client that is confirmed");
-            if start == 0 || client.start == 0 || client.start == start {
-                client.start = client.start.max(start);
+            let is_newer = start.wrapping_sub(client.start).cast_signed() > 0;
+            if start == 0 || client.start == 0 || !is_newer {
+                if client.start == 0 {
+                    client.start = start;
+                }
                 client.lease.renew(now);
                 return Ok(id);
             }
@@ -278,14 +282,23 @@ impl State {
     pub(crate) fn wait_monitored(&mut self, freed: PendingGrant) -> bool {
         let PendingGrant { client, owner, file, handle, is_write, range, since, .. } = freed;
         let waiting = self.files.get(&file).into_iter().flat_map(|state| &state.waiting);
-        let is_there = |known: &&Waiting| (known.client, &known.owner, known.range) == (client, &owner, range);
+        let is_there = |known: &&Waiting| {
+            (known.client, &known.owner, known.range, known.is_write) == (client, &owner, range, is_write)
+        };
         let since = waiting.into_iter().find(is_there).map_or(since, |known| known.since);
         self.wait_for_lock(Waiting { client, owner, is_monitored: true, handle, is_write, range, since }, &file)
     }
 
-    /// A client does not wait for a lock any more, and is not given it if it has become free. True if it waited.
-    pub(crate) fn cancel_wait(&mut self, client: u64, owner: &[u8], file: &FileIdentity, range: Range) -> bool {
-        self.end_waits(client, owner, file, range, |_| true)
+    /// Ends the wait of an owner for a lock of this kind, which it does not get if it has become free. True if it waited.
+    pub(crate) fn cancel_wait(
+        &mut self,
+        client: u64,
+        owner: &[u8],
+        file: &FileIdentity,
+        is_write: bool,
+        range: Range,
+    ) -> bool {
+        self.end_waits(client, owner, file, range, |kind| kind == is_write)
     }
 
     /// An owner has locked a range by a call: it does not wait for that lock any more.
@@ -293,7 +306,9 @@ impl State {
         self.end_waits(client, owner, file, range, |is_write| of || !is_write);
     }
 
-    fn end_waits(
+    /// Ends the waits of an owner for locks of exactly this range and of the kinds that `ends` selects (true: for writing). True if there
+    /// was one.
+    pub(crate) fn end_waits(
         &mut self,
         client: u64,
         owner: &[u8],
@@ -301,9 +316,10 @@ impl State {
         range: Range,
         ends: impl Fn(bool) -> bool,
     ) -> bool {
-        let key = || wait_key(client, owner, file, range);
-        if !self.giving.is_empty() && self.giving.get(&key()).is_some_and(|(_, is_write)| ends(*is_write)) {
-            self.giving.remove(&key());
+        for is_write in [false, true] {
+            if !self.giving.is_empty() && ends(is_write) {
+                self.giving.remove(&wait_key(client, owner, file, is_write, range));
+            }
         }
         let is_it = |known: &Waiting| {
             (known.client, &*known.owner, known.range) == (client, owner, range) && ends(known.is_write)
@@ -317,21 +333,21 @@ impl State {
         let host = Host::of(&self.clients.get(&client)?.name)?;
         self.given += 1;
         let number = self.given;
-        self.giving.insert(wait_key(client, &owner, file, range), (number, is_write));
+        self.giving.insert(wait_key(client, &owner, file, is_write, range), number);
         Some(PendingGrant { number, client, host, owner, file: file.clone(), handle, is_write, range, since })
     }
 
     /// True while a client waits for a lock that has become free.
     pub(crate) fn is_wanted(&self, freed: &PendingGrant) -> bool {
-        let PendingGrant { number, client, owner, file, range, .. } = freed;
-        self.giving.get(&wait_key(*client, owner, file, *range)).is_some_and(|(known, _)| known == number)
+        let PendingGrant { number, client, owner, file, is_write, range, .. } = freed;
+        self.giving.get(&wait_key(*client, owner, file, *is_write, *range)) == Some(number)
     }
 
     /// A lock that has become free has been given, or will not be.
     pub(crate) fn end_wait(&mut self, freed: &PendingGrant) {
         if self.is_wanted(freed) {
-            let PendingGrant { client, owner, file, range, .. } = freed;
-            self.giving.remove(&wait_key(*client, owner, file, *range));
+            let PendingGrant { client, owner, file, is_write, range, .. } = freed;
+            self.giving.remove(&wait_key(*client, owner, file, *is_write, *range));
         }
     }
 

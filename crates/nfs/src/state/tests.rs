@@ -940,10 +940,14 @@ fn lock3(state: &mut State, now: u64, client: u64, owner: &str, is_write: bool, 
     state.lock_monitored(now, GrantPermit::stored(client, false), owner.as_bytes(), &file(1), is_write, of)
 }
 
-fn wait3(state: &mut State, client: u64, at: &str, owner: &str, of: Range, since: u64) -> bool {
+/// A wait of a client of version 3 to lock a range for writing.
+fn pending(client: u64, at: &str, owner: &str, of: Range, since: u64) -> PendingGrant {
     let (number, host, owner, handle) = (0, host(at), owner.as_bytes().into(), [].into());
-    let wait = PendingGrant { number, client, host, owner, file: file(1), handle, is_write: true, range: of, since };
-    state.wait_monitored(wait)
+    PendingGrant { number, client, host, owner, file: file(1), handle, is_write: true, range: of, since }
+}
+
+fn wait3(state: &mut State, client: u64, at: &str, owner: &str, of: Range, since: u64) -> bool {
+    state.wait_monitored(pending(client, at, owner, of, since))
 }
 
 #[test]
@@ -987,6 +991,11 @@ fn locks_of_version_3_stay_until_their_client_has_restarted() {
     // It is known by its number; one that says none is as before.
     assert_eq!(state.monitored(late, &host("192.0.2.1"), 0), Ok(a));
     assert_eq!(host_restarted(&mut state, "192.0.2.1".parse().unwrap(), 5), 0, "an old notice");
+    assert_eq!(
+        state.monitored(0, &host("192.0.2.1"), 4).unwrap(),
+        a,
+        "a late call, or another host with the same name and address"
+    );
     assert_eq!(host_restarted(&mut state, "192.0.2.9".parse().unwrap(), 7), 0, "another host");
     let again = state.monitored(late, &host("192.0.2.1"), 7).unwrap();
     assert_ne!(again, a);
@@ -1026,7 +1035,19 @@ fn who_waits_for_a_lock_of_version_3_is_woken_in_order_and_keeps_its_place() {
     let freed: Vec<(u64, Range)> = state.take_freed().iter().map(|freed| (freed.client, freed.range)).collect();
     assert!(notices.is_empty());
     assert_eq!(freed, [(b, range(0, 5)), (c, range(0, 5))], "the first of them will have it");
-    assert!(state.cancel_wait(c, b"q", &file(1), range(9, 1)) && !state.cancel_wait(c, b"q", &file(1), range(9, 1)));
+    // Another thread waits to read the same bytes.
+    lock3(&mut state, 0, a, "r", true, range(30, 5)).unwrap();
+    let of_kind = |is_write| PendingGrant { is_write, ..pending(c, addresses[2], "q", range(30, 5), 6) };
+    assert!(
+        state.wait_monitored(of_kind(false))
+            && state.wait_monitored(of_kind(true))
+            && state.wait_monitored(of_kind(true))
+    );
+    state.unlock_monitored(a, b"r", &file(1), range(30, 5)).unwrap();
+    drop(state.take_notices());
+    assert_eq!(state.take_freed().iter().map(|freed| freed.is_write).collect::<Vec<_>>(), [false, true]);
+    let mut cancel = |is_write| state.cancel_wait(c, b"q", &file(1), is_write, range(9, 1));
+    assert_eq!([cancel(false), cancel(true), cancel(true)], [false, true, false], "it waited for one lock for writing");
     state.unlock_monitored(a, b"p", &file(1), range(5, 5)).unwrap();
     drop(state.take_notices());
     assert!(state.take_freed().is_empty());
@@ -1588,7 +1609,9 @@ fn a_wait_can_be_cancelled_while_the_lock_is_being_given() {
     };
     let first = freed(&mut state);
     assert!(state.is_wanted(&first));
-    state.cancel_wait(b, b"q", &file(1), range(0, 5));
+    state.cancel_wait(b, b"q", &file(1), false, range(0, 5));
+    assert!(state.is_wanted(&first), "a wait of the other kind");
+    state.cancel_wait(b, b"q", &file(1), true, range(0, 5));
     assert!(!state.is_wanted(&first));
     // It waits again: the earlier wait has still ended.
     let second = freed(&mut state);

@@ -36,8 +36,12 @@ impl State {
     pub(crate) fn wait_for_lock(&mut self, waiting: Waiting, file: &FileIdentity) -> bool {
         let lease_ms = self.lease_ms;
         let Some(origin) = self.clients.get(&waiting.client).map(|client| client.origin) else { return false };
-        let (owner, range) = (waiting.owner.clone(), waiting.range);
-        let is_same = |known: &Waiting| (known.client, &known.owner, known.range) == (waiting.client, &owner, range);
+        let (owner, range, is_write) = (waiting.owner.clone(), waiting.range, waiting.is_write);
+        // Clients of version 4 ask for one lock with an owner; threads of a client of version 3 can wait for both kinds.
+        let is_same = |known: &Waiting| {
+            (known.client, &known.owner, known.range) == (waiting.client, &owner, range)
+                && (known.is_write == is_write || !known.is_monitored)
+        };
         let has_ended = |known: &Waiting| !known.is_monitored && waiting.since.saturating_sub(known.since) >= lease_ms;
         let ended = self.end_waits_in(file, |known| is_same(known) || has_ended(known));
         if !ended.iter().any(is_same) && !self.has_place(origin, file) {
