@@ -21,6 +21,15 @@ pub enum Found {
     Nothing,
 }
 
+/// Result of [`Reader::rearm`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Rearmed {
+    /// The ring has nothing.
+    pub is_empty: bool,
+    /// Doorbells were discarded.
+    pub has_discarded: bool,
+}
+
 /// Attempts to find bytes that a call has shown. An attempt fails if another process takes all bytes of the TCP connection during it and new
 /// bytes arrive directly afterwards.
 const TAKEN_MAX: usize = 64;
@@ -35,6 +44,18 @@ struct Begun {
     start: u64,
     /// [`OPEN`] until the writer has ended the run; fixed from then on.
     end: u64,
+}
+
+impl Begun {
+    /// The writer has ended the run without a byte.
+    fn is_empty(&self) -> bool {
+        self.end == self.start && self.end != OPEN
+    }
+
+    /// The run has ended, and all bytes before this position of the TCP connection were taken.
+    fn is_read(&self, position: u64) -> bool {
+        self.start <= position && self.end == position
+    }
 }
 
 /// Private state of the end that reads. All holders of the connection share it, under one lock.
@@ -199,9 +220,7 @@ impl Reader {
         // Runs whose end has been reached, which was not known to be one then, hide nothing.
         for _ in 0..RUNS {
             match self.current(segment)? {
-                Some(run) if run.ring == self.head && run.start <= self.position && run.end == self.position => {
-                    self.next_run();
-                }
+                Some(run) if run.ring == self.head && (run.is_empty() || run.is_read(self.position)) => self.next_run(),
                 _ => break,
             }
         }
@@ -241,7 +260,7 @@ impl Reader {
         self.broken()
     }
 
-    /// Where the next bytes are. Discards doorbells on the way.
+    /// Where the next bytes are. Discards doorbells before the bytes of a run; asks for a doorbell before that.
     ///
     /// # Errors
     /// [`Broken`].
@@ -277,10 +296,23 @@ impl Reader {
                     len => return Ok(Found::Tcp(len)),
                 }
             }
-            let Some(Begun { start, end, .. }) = current else {
+            let Some(run @ Begun { start, end, .. }) = current else {
                 return Ok(Found::Nothing);
             };
+            if run.is_empty() {
+                // Doorbells before it may be those of bytes behind it.
+                self.next_run();
+                continue;
+            }
             if self.position < start {
+                if !segment.is_relayed() {
+                    // If the run ends without bytes, what comes behind it has a doorbell.
+                    segment.control(self.direction).armed.store(WakeBy::Doorbell as u32, Ordering::SeqCst);
+                    fence(Ordering::SeqCst);
+                    if self.current(segment)?.is_none_or(|run| run.is_empty()) {
+                        continue;
+                    }
+                }
                 let bells = usize::try_from(start - self.position).unwrap_or(usize::MAX).min(self.available(tcp));
                 if bells == 0 || !self.discard(tcp, bells) {
                     return Ok(Found::Nothing);
@@ -682,6 +714,39 @@ impl Reader {
         }
         fence(Ordering::SeqCst);
         Ok(self.ring_len(segment)? == 0)
+    }
+
+    /// When [`Reader::find`] has found nothing: asks to be woken by what comes next, and discards the doorbells of earlier bytes. If the ring is
+    /// not empty, or is filled during this call, a doorbell is on the TCP connection or on its way, as before this call: also for processes
+    /// that wait for the kernel alone.
+    ///
+    /// # Errors
+    /// [`Broken`].
+    pub fn rearm(&mut self, segment: &Segment, tcp: &impl Tcp, by: WakeBy) -> Result<Rearmed, Broken> {
+        if segment.is_relayed() {
+            let has_discarded = self.discard_doorbells(segment, tcp);
+            return Ok(Rearmed { is_empty: self.arm(segment, by)?, has_discarded });
+        }
+        // Doorbells that arrive from here on may be those of new bytes.
+        let bells = if self.bells(segment) > 0 { self.available(tcp).min(self.bells(segment)) } else { 0 };
+        let has_run = self.has_run(segment);
+        let is_empty = self.arm(segment, by)?;
+        let has_discarded = is_empty && !has_run && bells > 0 && self.discard(tcp, bells);
+        Ok(Rearmed { is_empty, has_discarded })
+    }
+
+    /// True if the kernel calls the connection readable, or will when a doorbell arrives. Not so if a doorbell could not be sent, because the
+    /// connection was full of bytes that have been read since.
+    pub fn is_announced(&mut self, segment: &Segment, tcp: &impl Tcp) -> bool {
+        let control = segment.control(self.direction);
+        let is_ringing = control.ringing.load(Ordering::SeqCst) != control.rung.load(Ordering::SeqCst);
+        segment.is_relayed() || is_ringing || self.available(tcp) > 0
+    }
+
+    /// True if all doorbells that have been rung are on the TCP connection, or were discarded.
+    pub fn has_all_doorbells(&mut self, segment: &Segment, tcp: &impl Tcp) -> bool {
+        let bells = self.bells(segment);
+        bells == 0 || self.available(tcp) >= bells
     }
 
     /// Asks for no wake-up: this end looks by itself.

@@ -339,6 +339,163 @@ fn what_reads_plain_tcp_after_the_ring_is_closed_finds_the_stream() {
     assert!(writer.is_pinned());
 }
 
+/// A TCP connection on which something happens at a system call.
+struct Interrupted<'a> {
+    tcp: &'a Fake,
+    /// Calls left until then.
+    left: Cell<usize>,
+    action: &'a dyn Fn(),
+}
+
+impl Interrupted<'_> {
+    fn pass(&self) {
+        self.left.set(self.left.get().wrapping_sub(1));
+        if self.left.get() == 0 {
+            (self.action)();
+        }
+    }
+}
+
+impl Tcp for Interrupted<'_> {
+    fn written(&self) -> io::Result<u64> {
+        self.tcp.written()
+    }
+
+    fn available(&self) -> io::Result<usize> {
+        self.pass();
+        let available = self.tcp.available();
+        self.pass();
+        available
+    }
+
+    fn received(&self) -> io::Result<u64> {
+        self.tcp.received()
+    }
+
+    fn read(&self, to: &Pieces<'_>, max: usize) -> io::Result<usize> {
+        self.tcp.read(to, max)
+    }
+
+    fn peek(&self, to: &Pieces<'_>, max: usize, skipped: usize) -> io::Result<usize> {
+        self.tcp.peek(to, max, skipped)
+    }
+
+    fn skip(&self, max: usize) -> io::Result<usize> {
+        self.pass();
+        let skipped = self.tcp.skip(max);
+        self.pass();
+        skipped
+    }
+
+    unsafe fn send(&self, from: *const u8, len: usize) -> io::Result<usize> {
+        // SAFETY: the caller's promise.
+        unsafe { Tcp::send(self.tcp, from, len) }
+    }
+
+    fn flush(&self) {}
+
+    fn doorbell(&self) {
+        self.tcp.doorbell();
+    }
+}
+
+/// The peer writes at any system call while this end discards doorbells. Another process waits for the kernel alone.
+#[test]
+fn bytes_that_arrive_while_doorbells_are_discarded_have_one() {
+    for (at, bells, is_armed) in interruptions(0..8, 0..3) {
+        let (segment, fd) = Segment::create(RING).unwrap();
+        let other = Segment::adopt(&fd).unwrap();
+        let tcp = Fake::new(1 << 20);
+        let (mut writer, mut reader) = (Writer::new(End::Maker), Reader::new(End::Taker, 0));
+        reader.set_ready(&other, &tcp);
+        let mut sent = 0;
+        for _ in 0..bells {
+            assert!(reader.arm(&other, WakeBy::Doorbell).unwrap());
+            assert_eq!(send(&mut writer, &segment, &tcp, sent, 10, true), 10);
+            sent += 10;
+            assert_eq!(receive(&mut reader, &other, &tcp, 10, false).len(), 10);
+        }
+        if is_armed {
+            assert!(reader.arm(&other, WakeBy::Doorbell).unwrap());
+        }
+        let (is_sent, writer) = (Cell::new(false), std::cell::RefCell::new(writer));
+        let write = || {
+            assert_eq!(send(&mut writer.borrow_mut(), &segment, &tcp, sent, 10, true), 10);
+            is_sent.set(true);
+        };
+        let why = format!("system call {at}, {bells} doorbells, armed: {is_armed}");
+        let rearmed = {
+            let interrupted = Interrupted { tcp: &tcp, left: Cell::new(at), action: &write };
+            reader.rearm(&other, &interrupted, WakeBy::Doorbell).unwrap()
+        };
+        if rearmed.is_empty && !is_sent.get() {
+            assert_eq!(tcp.available().unwrap(), 0, "{why}: an empty connection is not readable");
+            write();
+        }
+        // Without a doorbell before, and where none was asked for, another reader is at work.
+        let has_reader = bells == 0 && !is_armed && !rearmed.is_empty;
+        if is_sent.get() && !has_reader {
+            assert!(tcp.available().unwrap() > 0, "{why}: the other process sleeps");
+        }
+    }
+}
+
+/// The peer goes to TCP and back without a byte, and writes, at any system call of a search for bytes. Another process waits for the kernel
+/// alone.
+#[test]
+fn bytes_behind_an_empty_run_have_a_doorbell() {
+    for (at, bells, begins_before) in interruptions(0..8, 0..3) {
+        let (segment, fd) = Segment::create(RING).unwrap();
+        let other = Segment::adopt(&fd).unwrap();
+        let tcp = Fake::new(1 << 20);
+        let (mut writer, mut reader) = (Writer::new(End::Maker), Reader::new(End::Taker, 0));
+        reader.set_ready(&other, &tcp);
+        let mut sent = 0;
+        for _ in 0..bells {
+            assert!(reader.arm(&other, WakeBy::Doorbell).unwrap());
+            assert_eq!(send(&mut writer, &segment, &tcp, sent, 10, true), 10);
+            sent += 10;
+            assert_eq!(receive(&mut reader, &other, &tcp, 10, false).len(), 10);
+        }
+        assert!(bells > 0 || reader.arm(&other, WakeBy::Doorbell).unwrap());
+        if begins_before && !writer.is_tcp() {
+            writer.enter_tcp(&segment, &tcp, false).unwrap();
+        }
+        let writer = std::cell::RefCell::new(writer);
+        let write = || {
+            let mut writer = writer.borrow_mut();
+            if !begins_before && !writer.is_tcp() {
+                writer.enter_tcp(&segment, &tcp, false).unwrap();
+            }
+            assert_eq!(send(&mut writer, &segment, &tcp, sent, 10, true), 10);
+        };
+        {
+            let interrupted = Interrupted { tcp: &tcp, left: Cell::new(at), action: &write };
+            reader.find(&other, &interrupted).unwrap();
+            let is_written = at > 0 && (interrupted.left.get() == 0 || interrupted.left.get() > at);
+            if !is_written {
+                write();
+            }
+        }
+        let why = format!("system call {at}, {bells} doorbells, in TCP before: {begins_before}");
+        assert!(tcp.available().unwrap() > 0, "{why}: the other process sleeps");
+        assert_eq!(reader.find(&other, &tcp).unwrap(), Found::Ring(10), "{why}");
+        assert!(tcp.available().unwrap() > 0, "{why}: after another search, the other process sleeps");
+        assert_eq!(reader.ring_len(&other).unwrap(), 10, "{why}");
+        assert_eq!(receive(&mut reader, &other, &tcp, 100, false).len(), 10, "{why}");
+        assert!(reader.rearm(&other, &tcp, WakeBy::Doorbell).unwrap().is_empty);
+        assert_eq!(tcp.available().unwrap(), 0, "{why}: a drained connection is not readable");
+    }
+}
+
+/// All calls, numbers of doorbells, and states of [`bytes_that_arrive_while_doorbells_are_discarded_have_one`].
+fn interruptions(
+    calls: std::ops::Range<usize>,
+    bells: std::ops::Range<usize>,
+) -> impl Iterator<Item = (usize, usize, bool)> {
+    calls.flat_map(move |at| bells.clone().flat_map(move |bells| [false, true].map(|is_armed| (at, bells, is_armed))))
+}
+
 /// Two threads, one of which sleeps whenever it has found nothing: a wake-up that is lost ends the test.
 #[test]
 fn no_wake_up_is_lost_between_threads() {
@@ -369,7 +526,12 @@ fn no_wake_up_is_lost_between_threads() {
             while got < total {
                 let bytes = receive(&mut reader, &other, &tcp, random.usize(1..2000), false);
                 check(&bytes, &mut got, "threads");
-                if bytes.is_empty() {
+                if bytes.is_empty() && seed % 3 == 0 {
+                    // As if another process waited: what comes from here on rings.
+                    if reader.rearm(&other, &tcp, WakeBy::Doorbell).unwrap().is_empty {
+                        assert!(tcp.sleep(WakeBy::Doorbell), "woken, at {got} of {total}");
+                    }
+                } else if bytes.is_empty() {
                     reader.discard_doorbells(&other, &tcp);
                     if random.bool() {
                         reader.disarm(&other);
