@@ -148,6 +148,16 @@ pub(crate) fn note_drained(number: u32) {
     }
 }
 
+/// True if something may wait in the kernel, by epoll, for bytes that a call leaves in the ring.
+pub(crate) fn may_be_left(number: u32) -> bool {
+    slots::local(number).registrations.load(Ordering::SeqCst) > 0
+}
+
+/// A call has left bytes in the ring that no doorbell announces: wakes what waits for epoll instances in the kernel.
+pub(crate) fn note_left(number: u32) {
+    epoll::ring_for(number);
+}
+
 /// What a descriptor means to a call that waits.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Watched {
@@ -541,12 +551,13 @@ pub(crate) fn is_doorbell(number: u32, fd: c_int) -> bool {
     if !matches!(reader.find(segment, &connection), Ok(thruway_sockets::Found::Nothing)) {
         return false;
     }
-    if reader.discard_doorbells(segment, &connection) {
+    // What waits goes on waiting, for the next one.
+    let rearmed = reader.rearm(segment, &connection, waker::wakes(number));
+    data::keep_error(slot, reader);
+    let is_empty = rearmed.is_ok_and(|rearmed| rearmed.is_empty);
+    if rearmed.is_ok_and(|rearmed| rearmed.has_discarded) {
         slot.rung.fetch_add(1, Ordering::Relaxed);
     }
-    data::keep_error(slot, reader);
-    // What waits goes on waiting, for the next one.
-    let is_empty = reader.arm(segment, waker::wakes(number)).unwrap_or(false);
     let unexpected = reader.unexpected(segment, &connection);
     drop(receiving);
     // Other bytes than doorbells belong to the program.

@@ -43,8 +43,11 @@ pub(crate) fn settle_shared(slot: &Slot, fd: c_int, mut receiving: Receiving<'_>
     let Receiving { segment, reader, .. } = &mut receiving;
     // A thread of another process may sleep until it sees the doorbell.
     if slot.sleepers.load(Ordering::SeqCst) == 0 && reader.find(segment, &connection) == Ok(Found::Nothing) {
-        discard_all_doorbells(slot, &connection, segment, reader);
-        let _ = reader.arm(segment, WakeBy::Doorbell);
+        let mut wait = Wait::new(slot, DOORBELLS_MAX);
+        while !segment.is_relayed() && !reader.has_all_doorbells(segment, &connection) && wait.go_on() {
+            std::thread::yield_now();
+        }
+        let _ = reader.rearm(segment, &connection, WakeBy::Doorbell);
     }
 }
 

@@ -202,14 +202,19 @@ unsafe fn receive_accelerated(
                 true => quiesce(slot, number, &connection, segment, reader, true).unwrap_or(true),
                 false => reader.arm(segment, waker::wakes(number)) != Ok(false),
             };
-            if is_empty || is_quiet {
+            let has_doorbell =
+                is_empty || is_looked_at || !wait::may_be_left(number) || reader.is_announced(segment, &connection);
+            if is_empty || is_quiet || !has_doorbell {
                 drop(receiving);
                 wait::note_drained(number);
+            }
+            if !has_doorbell {
+                wait::note_left(number);
             }
             return Ok(sum);
         }
         // A call that busy-polls next asks for a doorbell before it sleeps.
-        let arms = !(busy_polls && woken == 0 && sum == 0);
+        let arms = !(busy_polls && woken == 0 && sum == 0 && wait::may_go_without(slot, number));
         let is_drained = match quiesce(slot, number, &connection, segment, reader, arms) {
             Ok(is_drained) => is_drained,
             Err(error) => {
@@ -488,14 +493,15 @@ fn quiesce(
     reader: &mut Reader,
     arms: bool,
 ) -> io::Result<bool> {
-    if reader.discard_doorbells(segment, connection) {
-        slot.rung.fetch_add(1, Ordering::Relaxed);
-    }
-    keep_error(slot, reader);
-    if !arms {
-        return Ok(reader.ring_len(segment)? == 0);
-    }
-    if wait::is_looked_at(slot, number) {
+    let is_unarmed = !arms || wait::is_looked_at(slot, number);
+    if is_unarmed {
+        if reader.discard_doorbells(segment, connection) {
+            slot.rung.fetch_add(1, Ordering::Relaxed);
+        }
+        keep_error(slot, reader);
+        if !arms {
+            return Ok(reader.ring_len(segment)? == 0);
+        }
         reader.disarm(segment);
         fence(Ordering::SeqCst);
         if wait::is_looked_at(slot, number) {
@@ -504,7 +510,12 @@ fn quiesce(
         }
         // A thread has gone to sleep meanwhile.
     }
-    Ok(reader.arm(segment, waker::wakes(number))?)
+    let rearmed = reader.rearm(segment, connection, waker::wakes(number))?;
+    if rearmed.has_discarded {
+        slot.rung.fetch_add(1, Ordering::Relaxed);
+    }
+    keep_error(slot, reader);
+    Ok(rearmed.is_empty)
 }
 
 /// Bytes that a connection's receiver can have without waiting. `None` if it is not accelerated.

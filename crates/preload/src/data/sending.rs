@@ -272,8 +272,7 @@ fn take_doorbells(slot: &Slot, number: u32, connection: &Connection) {
     let Some(mut receiving) = slot.try_receiving() else { return };
     let Receiving { segment, reader, .. } = &mut receiving;
     if reader.has_doorbells(segment) && reader.find(segment, connection) == Ok(Found::Nothing) {
-        reader.discard_doorbells(segment, connection);
-        let _ = reader.arm(segment, waker::wakes(number));
+        let _ = reader.rearm(segment, connection, waker::wakes(number));
         keep_error(slot, reader);
         drop(receiving);
         wait::note_drained(number);

@@ -390,7 +390,9 @@ pub(crate) unsafe fn control(
         if room::is_wanted(connection) && !instance.is_foreign.load(Ordering::Relaxed) {
             one.mute(ep);
         }
-        let rings = one.events & SPECIAL != 0 || !has_no_sleeper(number);
+        // Several instances rely on doorbells.
+        let is_alone = slots::local(connection).registrations.load(Ordering::SeqCst) == 1;
+        let rings = one.events & SPECIAL != 0 || !is_alone || !has_no_sleeper(number);
         let mut must_ring = rings && !arm_connection(connection) && one.events & READABLE != 0;
         one.is_owed = must_ring && one.events & SPECIAL != 0;
         if one.is_owed && one.events & ONE_SHOT != 0 {
@@ -401,6 +403,9 @@ pub(crate) unsafe fn control(
         drop(guard);
         if must_ring {
             instance.ring(ep);
+            if !is_alone {
+                ring_for(connection);
+            }
         }
     }
     0
@@ -511,6 +516,23 @@ pub(crate) fn note_drained(number: u32, connection: u32) {
             let fd = instance.ep.load(Ordering::Relaxed);
             drop(guard);
             instance.ring(fd);
+        }
+    }
+}
+
+/// Wakes what sleeps in the kernel on the instances that have a connection registered, also by another instance around them.
+pub(crate) fn ring_for(connection: u32) {
+    for (number, instance) in instances().enumerate() {
+        let may_have = instance.is_used.load(Ordering::SeqCst) && instance.connections.load(Ordering::SeqCst) > 0;
+        // The other process could not take the signal back.
+        if !may_have || instance.is_foreign.load(Ordering::Relaxed) || has_no_sleeper(number as u32) {
+            continue;
+        }
+        let Ok(mut guard) = instance.lock.lock() else { continue };
+        let is_registered = instance.state(&mut guard).find(connection, None).is_some();
+        drop(guard);
+        if is_registered {
+            instance.ring(instance.ep.load(Ordering::Relaxed));
         }
     }
 }
