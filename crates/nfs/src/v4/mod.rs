@@ -28,6 +28,7 @@ use self::recovery::Recovery;
 use self::session::Session;
 use self::status::Status;
 use crate::delegations::Delegate;
+use crate::file_system::OpenGuard;
 use crate::identity::FileIdentity;
 use crate::share::Shares;
 use crate::state::{GrantPermit, PendingGrant, Refused, State};
@@ -206,21 +207,32 @@ impl Nfs4 {
 /// Number of items in one unit of work of [`in_steps`]: files to close, locks to give, callbacks to start.
 const ITEMS_OF_UNIT: usize = 16;
 
-/// Calls `action` with each item: with many items in steps, so that calls of others run between them.
-fn in_steps<T: 'static>(items: Vec<T>, mut action: impl FnMut(T) + 'static) {
+/// Calls `action` with each item: with many items in steps, so that calls of others run between them. Further steps wait until the host of the
+/// current call has a turn.
+fn in_steps<T: 'static>(items: Vec<T>, action: impl FnMut(T) + 'static) {
     if items.len() <= ITEMS_OF_UNIT || reactor::node().is_none() {
         return items.into_iter().for_each(action);
     }
-    reactor::start(caller::inherited(async move {
-        for (number, item) in items.into_iter().enumerate() {
-            if number.is_multiple_of(ITEMS_OF_UNIT) {
-                slices::spend(1).await;
-                // Also where the daemon itself has ended a lease.
-                tokio::task::yield_now().await;
-            }
-            action(item);
+    reactor::start(caller::inherited(steps(items, action)));
+}
+
+/// Closes files, many of them in steps, which do not wait for a host: the files do not count for their host any more, and others may need
+/// their descriptors.
+fn close_all(dropped: Vec<OpenGuard>) {
+    if dropped.len() > ITEMS_OF_UNIT && reactor::node().is_some() {
+        reactor::start(steps(dropped, drop));
+    }
+}
+
+async fn steps<T>(items: Vec<T>, mut action: impl FnMut(T)) {
+    for (number, item) in items.into_iter().enumerate() {
+        if number.is_multiple_of(ITEMS_OF_UNIT) {
+            // From here on the task is on its own, without a host unless it has inherited one.
+            tokio::task::yield_now().await;
+            slices::spend(1).await;
         }
-    }));
+        action(item);
+    }
 }
 
 impl Server {
@@ -245,7 +257,7 @@ impl Server {
                 }
             });
         }
-        in_steps(dropped, drop);
+        close_all(dropped);
         in_steps(notices, |(session, notice)| send(session, notice));
         if !recalls.is_empty() {
             let server = Arc::clone(self);
