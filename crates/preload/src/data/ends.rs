@@ -154,16 +154,32 @@ fn honour_before_end(slot: &Slot, fd: c_int) -> bool {
     }
 }
 
-/// Wakes a peer that may wait for an answer, so that it takes notice of a ring that is closed, or of returned bytes.
-fn call_peer(slot: &Slot, fd: c_int) {
-    if let Ok(Some(mut sending)) = slot.sending() {
-        let connection = Connection::new(fd);
-        let Sending { segment, writer, .. } = &mut sending;
-        // On a direction that goes by TCP, a doorbell would be data.
-        if writer.is_tcp() && slot.plain_sends.load(Ordering::SeqCst) == 0 {
-            let _ = writer.leave_tcp(segment, &connection);
+/// Wakes a peer that may wait for an answer, so that it takes notice of a ring that is closed, or of returned bytes. False if it has unread
+/// bytes, and so cannot be sent a doorbell: it takes notice when it reads these.
+fn call_peer(slot: &Slot, fd: c_int) -> bool {
+    let Ok(Some(mut sending)) = slot.sending() else { return true };
+    let connection = Connection::new(fd);
+    let Sending { segment, writer, .. } = &mut sending;
+    // On a direction that goes by TCP, a doorbell would be data.
+    if writer.is_tcp() && slot.plain_sends.load(Ordering::SeqCst) == 0 {
+        let _ = writer.leave_tcp(segment, &connection);
+    }
+    writer.call(segment, &connection);
+    !writer.is_tcp()
+}
+
+/// Number of attempts to call a peer, and the time between them: a peer that has just read the last bytes may not have seen yet that the
+/// ring is closed, and this process may not have seen yet that they were read.
+const CALLS: usize = 3;
+const BETWEEN_CALLS: Duration = Duration::from_micros(50);
+
+/// As [`call_peer`], after the ring was closed.
+fn call_peer_after_closing(slot: &Slot, fd: c_int) {
+    for _ in 0..CALLS {
+        if call_peer(slot, fd) {
+            return;
         }
-        writer.call(segment, &connection);
+        std::thread::sleep(BETWEEN_CALLS);
     }
 }
 
@@ -268,7 +284,7 @@ fn demote_for(slot: &Slot, fd: c_int, unread: Unread) -> Option<usize> {
     count(&counters().demoted, 1);
     // How long it lasts is not counted from here on, and says nothing of others.
     slot.service.store(0, Ordering::Relaxed);
-    call_peer(slot, fd);
+    call_peer_after_closing(slot, fd);
     enter_tcp_at_end(slot, fd);
     if !honour_before_end(slot, fd) {
         connection.reset();

@@ -202,11 +202,15 @@ unsafe fn receive_accelerated(
                 true => quiesce(slot, number, &connection, segment, reader, true).unwrap_or(true),
                 false => reader.arm(segment, waker::wakes(number)) != Ok(false),
             };
+            let has_peer_closed = reader.has_peer_closed(segment);
             let has_doorbell =
                 is_empty || is_looked_at || !wait::may_be_left(number) || reader.is_announced(segment, &connection);
+            drop(receiving);
             if is_empty || is_quiet || !has_doorbell {
-                drop(receiving);
                 wait::note_drained(number);
+            }
+            if has_peer_closed {
+                honour_closed_ring(slot, fd);
             }
             if !has_doorbell {
                 wait::note_left(number);
@@ -225,8 +229,12 @@ unsafe fn receive_accelerated(
         if sum > 0 && is_drained && !waits_for_all {
             count(&counters().ring_receives, 1);
             switch::after_ring_call(slot);
+            let has_peer_closed = reader.has_peer_closed(segment);
             drop(receiving);
             wait::note_drained(number);
+            if has_peer_closed {
+                honour_closed_ring(slot, fd);
+            }
             return Ok(sum);
         }
         if !is_drained || before != to.left() {

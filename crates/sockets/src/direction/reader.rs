@@ -759,6 +759,11 @@ impl Reader {
         &segment.control(self.direction).tail
     }
 
+    /// True after the peer has closed the ring of the other direction, to which this end writes.
+    pub fn has_peer_closed(&self, segment: &Segment) -> bool {
+        segment.control(1 - self.direction).tail.load(Ordering::Relaxed) & CLOSED != 0
+    }
+
     /// True after this end has closed the ring.
     pub fn is_closed(&self) -> bool {
         self.is_closed
