@@ -4,7 +4,7 @@ use crate::lock::Guard;
 use crate::report::{Reason, stays};
 use crate::slots::{self, Last, Slot};
 use crate::{data, epoll, lock, relayed, room, spares, switch};
-use libc::{c_int, pid_t};
+use libc::{c_int, c_void, pid_t};
 use std::cell::UnsafeCell;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
@@ -67,7 +67,9 @@ extern "C" fn before_fork() {
         slots::slot(number).references.fetch_add(references, Ordering::SeqCst);
         slots::slot(number).was_shared.store(true, Ordering::SeqCst);
         // What a sibling reads is not for this process to look at by itself.
-        arm(slots::slot(number));
+        if !arm(slots::slot(number)) {
+            epoll::announce(number);
+        }
     });
     spares::discard_all();
     let locks = epoll::lock_all();
@@ -98,15 +100,39 @@ extern "C" fn after_fork_in_child() {
     lock::forget_guards();
 }
 
-/// `_Fork`, which calls none of those.
+/// `_Fork` and system calls that fork, which call none of those.
 pub(crate) fn fork(real: impl Fn() -> pid_t) -> pid_t {
     before_fork();
     let child = real();
+    let error = data::errno();
     if child == 0 {
         after_fork_in_child()
     } else {
         after_fork_in_parent()
     }
+    data::fail(error);
+    child
+}
+
+/// Start of a child that `clone` makes: a function and its argument.
+pub(crate) struct Start {
+    pub function: extern "C" fn(*mut c_void) -> c_int,
+    pub argument: *mut c_void,
+}
+
+/// Makes the call `real`, which is a `clone` whose child has a copy of this process's memory and begins with the given function and argument.
+pub(crate) fn clone(start: &Start, real: impl Fn(extern "C" fn(*mut c_void) -> c_int, *mut c_void) -> c_int) -> c_int {
+    extern "C" fn begin(start: *mut c_void) -> c_int {
+        after_fork_in_child();
+        // SAFETY: the child's copy of what the parent refers to during the call.
+        let Start { function, argument } = unsafe { start.cast::<Start>().read() };
+        function(argument)
+    }
+    before_fork();
+    let child = real(begin, std::ptr::from_ref(start).cast_mut().cast());
+    let error = data::errno();
+    after_fork_in_parent();
+    data::fail(error);
     child
 }
 
@@ -181,10 +207,14 @@ pub(crate) fn exec(real: impl Fn() -> c_int) -> c_int {
     result
 }
 
-fn arm(slot: &Slot) {
-    if let Ok(Some(mut receiving)) = slot.receiving() {
-        let slots::Receiving { segment, reader, .. } = &mut receiving;
-        let _ = reader.arm(segment, WakeBy::Doorbell);
+/// Asks for a doorbell with the next bytes. False if the ring has some already.
+fn arm(slot: &Slot) -> bool {
+    match slot.receiving() {
+        Ok(Some(mut receiving)) => {
+            let slots::Receiving { segment, reader, .. } = &mut receiving;
+            reader.arm(segment, WakeBy::Doorbell).unwrap_or(true)
+        }
+        _ => true,
     }
 }
 

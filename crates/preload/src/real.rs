@@ -122,6 +122,7 @@ real! {
     setgroups(count: size_t, groups: *const libc::gid_t) -> c_int;
     initgroups(user: *const c_char, group: libc::gid_t) -> c_int;
     _Fork() -> libc::pid_t;
+    clone(function: Option<extern "C" fn(*mut c_void) -> c_int>, stack: *mut c_void, flags: c_int, argument: *mut c_void, parent_id: *mut c_void, tls: *mut c_void, child_id: *mut c_void) -> c_int;
     execve(path: *const c_char, args: *const *const c_char, env: *const *const c_char) -> c_int;
     execv(path: *const c_char, args: *const *const c_char) -> c_int;
     execvp(path: *const c_char, args: *const *const c_char) -> c_int;

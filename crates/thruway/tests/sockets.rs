@@ -740,6 +740,20 @@ fn a_child_that_is_killed_loses_no_data_of_its_parent() {
     assert!(counted["accelerated"] >= 5, "{counted:?}");
 }
 
+/// A peer that was not asked for doorbells, because the program looked at the ring, is asked for them.
+#[test]
+fn a_child_and_a_signal_learn_of_bytes_that_epoll_would_have_found() {
+    let counted = counters(&compare_in_c("inherited", STATS));
+    assert!(counted["accelerated"] >= 10, "{counted:?}");
+}
+
+/// The direction of the process that starts a program goes by TCP then: it cannot ring for a peer that waits.
+#[test]
+fn a_request_is_read_by_a_process_that_has_started_another_program() {
+    let counted = counters(&compare_in_c("called", STATS));
+    assert!(counted["demoted"] > 0, "{counted:?}");
+}
+
 #[test]
 fn a_program_may_look_at_a_connection_that_another_one_reads() {
     compare_in_c("looked", RUN);

@@ -520,6 +520,22 @@ pub(crate) fn note_drained(number: u32, connection: u32) {
     }
 }
 
+/// Before a fork: bytes lie in the ring that no doorbell announces. The child waits for the kernel.
+pub(crate) fn announce(connection: u32) {
+    for instance in instances() {
+        let is_used = instance.is_used.load(Ordering::SeqCst) && instance.connections.load(Ordering::SeqCst) > 0;
+        if !is_used || instance.is_foreign.load(Ordering::Relaxed) {
+            continue;
+        }
+        let Ok(mut guard) = instance.lock.lock() else { continue };
+        let state = instance.state(&mut guard);
+        let Some(at) = state.find(connection, None) else { continue };
+        state.heat(at as u32);
+        drop(guard);
+        instance.ring(instance.ep.load(Ordering::Relaxed));
+    }
+}
+
 /// Wakes what sleeps in the kernel on the instances that have a connection registered, also by another instance around them.
 pub(crate) fn ring_for(connection: u32) {
     for (number, instance) in instances().enumerate() {

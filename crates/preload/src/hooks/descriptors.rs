@@ -2,7 +2,7 @@
 
 use super::sending::use_tcp;
 use crate::data::{errno, fail};
-use crate::report::{count, counters};
+use crate::report::{Reason, count, counters, stays};
 use crate::slots;
 use crate::{data, process, real};
 use libc::{c_int, c_uint, c_ulong, c_void, socklen_t};
@@ -186,7 +186,10 @@ fn note_flags(fd: c_int, command: c_int, arg: c_ulong) {
 /// Signals are to say when something comes, which only doorbells bring about.
 fn set_asynchronous(fd: c_int) {
     if let Some(number) = slots::find(fd) {
-        slots::slot(number).is_asynchronous.store(true, Ordering::Relaxed);
+        let slot = slots::slot(number);
+        slot.is_asynchronous.store(true, Ordering::SeqCst);
+        // No doorbell may have been asked for until now.
+        data::rearm(slot, number);
     }
 }
 
@@ -296,9 +299,11 @@ pub(crate) unsafe extern "C" fn setsockopt(
 
 /// Both directions go by TCP from here on, as far as they can.
 fn keep_plain(number: u32, fd: c_int) {
-    use_tcp(number, fd);
     let slot = slots::slot(number);
     if slot.is_accelerated() {
+        stays(slot, fd, Reason::Unsupported, &", from here on");
         data::demote(slot, fd);
+    } else {
+        use_tcp(number, fd);
     }
 }

@@ -9,6 +9,26 @@ pub(crate) unsafe extern "C" fn _Fork() -> pid_t {
     process::fork(|| unsafe { real::_Fork() })
 }
 
+/// The last three arguments are there if the flags say so; else they are what lies in their places.
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn clone(
+    function: Option<extern "C" fn(*mut c_void) -> c_int>,
+    stack: *mut c_void,
+    flags: c_int,
+    argument: *mut c_void,
+    parent_id: *mut c_void,
+    tls: *mut c_void,
+    child_id: *mut c_void,
+) -> c_int {
+    let real = |function, argument| unsafe { real::clone(function, stack, flags, argument, parent_id, tls, child_id) };
+    match function {
+        Some(function) if flags & libc::CLONE_VM == 0 => {
+            process::clone(&process::Start { function, argument }, |begin, start| real(Some(begin), start))
+        }
+        _ => real(function, argument),
+    }
+}
+
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn execve(
     path: *const c_char,

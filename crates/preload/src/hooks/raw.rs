@@ -2,7 +2,7 @@
 //! liburing's functions that make a ring.
 
 use super::{descriptors, receiving, sending, waiting};
-use crate::{data, real, uring};
+use crate::{data, process, real, uring};
 use libc::{c_int, c_long, c_uint, c_void};
 
 #[unsafe(no_mangle)]
@@ -32,6 +32,13 @@ pub(crate) unsafe extern "C" fn syscall(
                 uring::note();
                 real()
             }
+            // With memory of its own, a child is one of a fork.
+            libc::SYS_clone if a as c_int & libc::CLONE_VM == 0 => process::fork(|| real() as _).into(),
+            libc::SYS_clone3 if (a as *const u64).as_ref().is_some_and(|flags| *flags & libc::CLONE_VM as u64 == 0) => {
+                process::fork(|| real() as _).into()
+            }
+            #[cfg(target_arch = "x86_64")]
+            libc::SYS_fork => process::fork(|| real() as _).into(),
             libc::SYS_read => receiving::read(fd, b as _, length) as _,
             libc::SYS_readv => receiving::readv(fd, b as _, c as _) as _,
             libc::SYS_recvfrom => receiving::recvfrom(fd, b as _, length, d as _, e as _, f as _) as _,
