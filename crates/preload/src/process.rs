@@ -68,7 +68,7 @@ extern "C" fn before_fork() {
         slots::slot(number).was_shared.store(true, Ordering::SeqCst);
         // What a sibling reads is not for this process to look at by itself.
         if !arm(slots::slot(number)) {
-            epoll::announce(number);
+            epoll::announce_to_child(number);
         }
     });
     spares::discard_all();

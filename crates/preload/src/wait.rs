@@ -155,7 +155,7 @@ pub(crate) fn may_be_left(number: u32) -> bool {
 
 /// A call has left bytes in the ring that no doorbell announces: wakes what waits for epoll instances in the kernel.
 pub(crate) fn note_left(number: u32) {
-    epoll::ring_for(number);
+    epoll::announce(number);
 }
 
 /// What a descriptor means to a call that waits.

@@ -404,7 +404,7 @@ pub(crate) unsafe fn control(
         if must_ring {
             instance.ring(ep);
             if !is_alone {
-                ring_for(connection);
+                announce(connection);
             }
         }
     }
@@ -520,10 +520,21 @@ pub(crate) fn note_drained(number: u32, connection: u32) {
     }
 }
 
-/// Before a fork: bytes lie in the ring that no doorbell announces. The child waits for the kernel.
+/// Bytes lie in the ring that no doorbell announces. Wakes what sleeps in the kernel on the instances that have the connection registered, also
+/// by another instance around them; the next wait looks at the ring.
 pub(crate) fn announce(connection: u32) {
-    for instance in instances() {
+    announce_if(connection, |number| !has_no_sleeper(number));
+}
+
+/// As [`announce`], before a fork: the child waits for the kernel.
+pub(crate) fn announce_to_child(connection: u32) {
+    announce_if(connection, |_| true);
+}
+
+fn announce_if(connection: u32, rings: impl Fn(u32) -> bool) {
+    for (number, instance) in instances().enumerate() {
         let is_used = instance.is_used.load(Ordering::SeqCst) && instance.connections.load(Ordering::SeqCst) > 0;
+        // The other process could not take the signal back.
         if !is_used || instance.is_foreign.load(Ordering::Relaxed) {
             continue;
         }
@@ -532,22 +543,7 @@ pub(crate) fn announce(connection: u32) {
         let Some(at) = state.find(connection, None) else { continue };
         state.heat(at as u32);
         drop(guard);
-        instance.ring(instance.ep.load(Ordering::Relaxed));
-    }
-}
-
-/// Wakes what sleeps in the kernel on the instances that have a connection registered, also by another instance around them.
-pub(crate) fn ring_for(connection: u32) {
-    for (number, instance) in instances().enumerate() {
-        let may_have = instance.is_used.load(Ordering::SeqCst) && instance.connections.load(Ordering::SeqCst) > 0;
-        // The other process could not take the signal back.
-        if !may_have || instance.is_foreign.load(Ordering::Relaxed) || has_no_sleeper(number as u32) {
-            continue;
-        }
-        let Ok(mut guard) = instance.lock.lock() else { continue };
-        let is_registered = instance.state(&mut guard).find(connection, None).is_some();
-        drop(guard);
-        if is_registered {
+        if rings(number as u32) {
             instance.ring(instance.ep.load(Ordering::Relaxed));
         }
     }
