@@ -63,6 +63,7 @@ const STATUSES: &[(&str, u32)] = &[
     ("NOTSUPP", 10_004),
     ("TOOSMALL", 10_005),
     ("BADTYPE", 10_007),
+    ("DELAY", 10_008),
     ("SAME", 10_009),
     ("DENIED", 10_010),
     ("LOCKED", 10_012),

@@ -509,7 +509,11 @@ impl<'a> Compound<'a> {
         let (client, file) = (self.client_that_says(client)?, self.target()?.key());
         self.regular(self.target()?).await?;
         self.server.may_have(client, false).await?;
-        let action = |state: &mut State, now| state.test_lock(now, client, owner, &file, is_write, range);
+        let action = |state: &mut State, now| {
+            // The holder of a delegation may have locked parts by itself.
+            state.recall_others(now, &file, Some(client), is_write)?;
+            state.test_lock(now, client, owner, &file, is_write, range)
+        };
         self.server.retry_on_conflict(action).await?;
         Ok(())
     }

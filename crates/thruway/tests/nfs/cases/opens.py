@@ -280,6 +280,13 @@ def lockt_tells_the_lock(lab):
 
 
 @case
+def lockt_of_a_file_delegated_to_another(lab):
+    _, _, handle = delegated(lab)
+    other = lab.other()
+    return other.run(fh(handle), lockt_op(other))[0]
+
+
+@case
 def lock_returns_a_first_stateid(lab):
     assert lab.locked()[1][:4] == words(1)
     return OK
