@@ -66,7 +66,7 @@ impl Mount {
                         let flavors: Vec<u32> = security.iter().map(Security::pseudo_flavor).collect();
                         out.array(&flavors, |out, flavor| out.u32(*flavor));
                         let path = String::from_utf8_lossy(path);
-                        tracing::info!(peer = call.connection.peer.map(tracing::field::display), %path, "mounted");
+                        tracing::info!(peer = call.connection.peer.map(tracing::field::display), ?path, "mounted");
                     }
                     Err(error) => out.u32(match error {
                         Errno::PERM => 1,

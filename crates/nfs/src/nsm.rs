@@ -64,7 +64,7 @@ impl Nsm {
                     }
                     if have_restarted {
                         let name = String::from_utf8_lossy(name);
-                        tracing::info!(host = %address, %name, "a client of NFS version 3 has restarted: its locks are gone");
+                        tracing::info!(host = %address, ?name, "a client of NFS version 3 has restarted: its locks are gone");
                     }
                 }
             }
