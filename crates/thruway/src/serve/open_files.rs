@@ -11,7 +11,7 @@ const OF_SESSION: usize = 32;
 const OF_CONNECTION: usize = 4;
 /// The same over RDMA: a connection has up to six.
 const OF_RDMA_CONNECTION: usize = 8;
-/// Descriptors of the 64 files that a shared directory holds at least: two for each that is read.
+/// Descriptors of 64 open files of a shared directory: two for each that is read.
 const OF_DIRECTORY: usize = 64 * 2;
 /// The same with `mode=direct`: two more for each.
 const OF_DIRECT_DIRECTORY: usize = 64 * 4;
