@@ -5,6 +5,7 @@ mod book;
 mod extended;
 mod steps;
 mod vm;
+mod words;
 
 use std::env;
 use std::path::Path;
@@ -17,7 +18,8 @@ cargo xtask TASK
 
   test          install what the tests need and run all of them, as CI does
   quick         format, lints, the libraries' unit tests, one run of the fabric's conformance suite: a minute
-  check         format, lints, documentation, links, spelling, licences
+  check         format, lints, documentation, links, spelling, plain English, licences
+  words [record]  unusual phrases in comments and pages by crate, and the worst lines; `record` keeps values that have fallen
   unit          unit and integration tests
   sanitize      the libraries' tests under AddressSanitizer, leaks included (needs a nightly toolchain)
   loom          what threads share in the fabric, in every order in which they can do it
@@ -77,6 +79,8 @@ fn main() -> ExitCode {
             check(&mut steps);
             steps.finish()
         }
+        ["words"] => words::show(),
+        ["words", "record"] => words::record(),
         ["unit"] => unit(),
         ["sanitize"] => sanitize(),
         ["loom"] => loom(),
@@ -342,6 +346,7 @@ fn check(steps: &mut Steps) {
     steps.run("format", format);
     steps.run("lints", lints);
     steps.run("documentation", pages);
+    steps.run("words", words::check);
     steps.run("licences", licences);
 }
 
