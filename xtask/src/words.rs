@@ -5,6 +5,7 @@ use regex::Regex;
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::fs;
+use std::io::Write as _;
 use std::process::Command;
 
 /// Recorded index of each group of files, and the revision from which on the subjects of commits are checked.
@@ -22,7 +23,7 @@ const PHRASES: [(&str, &str); 10] = [
     ("looks again, now and then", r"\blook(s|ed|ing)? (again|now|more|once|whether|for)\b|\bnow and then\b"),
     ("so many, so much", r"\bso (many|much|long|few)\b"),
     ("is gone, has come", r"\b(has|have|is|are|had|was) (gone|come)\b|\bcomes? to (have|be)\b"),
-    ("given back, lent", r"\b(giv(en|es|e|ing)|had|have|gave|has) (\w+ )?back\b|\b(lent|lends?)\b"),
+    ("given back, lent", r"\b(given|gives|give|giving|had|have|gave|has) (\w+ )?back\b|\b(lent|lends?)\b"),
     ("meanwhile, at a time", r"\bmeanwhile\b|\bat (a|one) time\b|\b(or|would|could|must) else\b"),
     ("by which, of which", r"\b(by|of|in|for|to|from|behind|through|on|with) which\b"),
     ("is no X", r"\b(is|are|was) no (\w+)"),
@@ -229,12 +230,15 @@ pub(crate) fn show() -> Result<(), String> {
     let measured = measure()?;
     let mut groups: Vec<(&String, &Count)> = measured.groups.iter().collect();
     groups.sort_by_key(|(_, count)| std::cmp::Reverse(count.index()));
+    let mut text = String::new();
     for (group, count) in groups {
-        println!("{:6}  {group}  ({} words)", count.index(), count.words);
+        let _ = writeln!(text, "{:6}  {group}  ({} words)", count.index(), count.words);
     }
     for (hits, line) in measured.worst.iter().take(20) {
-        println!("{hits:6}  {line}");
+        let _ = writeln!(text, "{hits:6}  {line}");
     }
+    // The reader may have seen enough.
+    let _ = std::io::stdout().write_all(text.as_bytes());
     Ok(())
 }
 
