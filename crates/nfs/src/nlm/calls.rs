@@ -130,12 +130,7 @@ impl Caller {
         let (client, name, file) = owner;
         let until = Instant::now() + TIMEOUT;
         loop {
-            let calls;
-            let ended = {
-                let grants = self.grants();
-                calls = grants.calls_of(owner);
-                calls.as_ref().map(|calls| calls.notified())
-            };
+            let ended = self.grants().calls_end(owner);
             let is_last = ended.is_none() || Instant::now() >= until;
             let attempt = |state: &mut State, _| {
                 state.cancel_wait(*client, name, file, is_write, range);
@@ -170,12 +165,7 @@ impl Caller {
 
     /// Waits until no callback is on the way to an owner, for [`TIMEOUT`] at most.
     pub(super) async fn calls_ended(&self, owner: &LockOwner) {
-        let calls;
-        let ended = {
-            let grants = self.grants();
-            calls = grants.calls_of(owner);
-            calls.as_ref().map(|calls| calls.notified())
-        };
+        let ended = self.grants().calls_end(owner);
         if let Some(ended) = ended {
             // A client that has not answered by then is called again.
             let _ = tokio::time::timeout(TIMEOUT, ended).await;
@@ -360,7 +350,8 @@ async fn call_with_lock(caller: &Caller, freed: &PendingGrant, given: &LockOwner
         let is_answered = matches!(status, Some(Status::GRANTED | Status::DENIED));
         if is_answered {
             tracing::debug!(host = %host.address, ?status, "told that it has a lock");
-            let _ = caller.server.state(|state, _| answered(caller, state, freed, given, status));
+            let _ =
+                caller.server.state(|state, _| answered(caller, state, freed, given, status == Some(Status::GRANTED)));
         }
         drop(in_progress);
         if is_answered {
@@ -381,11 +372,11 @@ fn answered(
     state: &mut State,
     freed: &PendingGrant,
     given: &LockOwner,
-    status: Option<Status>,
+    is_accepted: bool,
 ) -> Result<(), V4> {
     let mut grants = caller.grants();
     let Some(grant) = grants.numbered(freed.number, given, freed.range) else { return Ok(()) };
-    if status == Some(Status::DENIED) || grant.is_cancelled {
+    if !is_accepted || grant.is_cancelled {
         state.cancel_wait(freed.client, &freed.owner, &freed.file, freed.is_write, freed.range);
         return Caller::take_back(state, &mut grants, given, freed.range);
     }

@@ -12,6 +12,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use thruway_tcp::Origin;
 use tokio::sync::Notify;
+use tokio::sync::futures::OwnedNotified;
 
 /// Most grants in progress: locks that are being given after a wait, until their clients acknowledge them. Quota of one host: eight times
 /// the remaining room.
@@ -130,9 +131,9 @@ impl Grants {
         }
     }
 
-    /// Signals the end of the last callback on the way to an owner; `None` if there is none.
-    pub(super) fn calls_of(&self, owner: &LockOwner) -> Option<Arc<Notify>> {
-        self.calls.get(owner).map(|(_, ended)| Arc::clone(ended))
+    /// Completes at the end of the last callback on the way to an owner; `None` if there is none.
+    pub(super) fn calls_end(&self, owner: &LockOwner) -> Option<OwnedNotified> {
+        self.calls.get(owner).map(|(_, ended)| Arc::clone(ended).notified_owned())
     }
 
     /// Removes the grant of this very range: the client has acknowledged it, or it was taken back.
@@ -241,21 +242,19 @@ mod tests {
         assert!(
             !grants.begin_call(2, &here, true, range(10, 19)) && !grants.begin_call(1, &here, false, range(10, 19))
         );
-        assert!(!grants.get(&here, range(10, 19)).unwrap().is_sent && grants.calls_of(&here).is_none());
+        assert!(!grants.get(&here, range(10, 19)).unwrap().is_sent && grants.calls_end(&here).is_none());
         assert!(grants.begin_call(1, &here, true, range(10, 19)) && grants.begin_call(2, &here, true, range(20, 29)));
-        assert!(grants.get(&here, range(10, 19)).unwrap().is_sent && grants.calls_of(&there).is_none());
-        let ended = grants.calls_of(&here).unwrap();
+        assert!(grants.get(&here, range(10, 19)).unwrap().is_sent && grants.calls_end(&there).is_none());
+        let mut ended = std::pin::pin!(grants.calls_end(&here).unwrap());
+        let mut context = std::task::Context::from_waker(std::task::Waker::noop());
         // A grant that is removed does not end its callback.
         grants.remove(&here, range(10, 19));
         assert!(!grants.begin_call(1, &here, true, range(10, 19)), "the client must not be called again");
         grants.end_call(&here);
-        assert!(Arc::ptr_eq(&ended, &grants.calls_of(&here).unwrap()));
-        let signal = ended.notified();
+        assert!(ended.as_mut().poll(&mut context).is_pending() && grants.calls_end(&here).is_some());
         grants.end_call(&here);
-        assert!(grants.calls_of(&here).is_none() && grants.calls.is_empty());
-        let mut signal = std::pin::pin!(signal);
-        let mut context = std::task::Context::from_waker(std::task::Waker::noop());
-        assert!(signal.as_mut().poll(&mut context).is_ready());
+        assert!(grants.calls_end(&here).is_none() && grants.calls.is_empty());
+        assert!(ended.as_mut().poll(&mut context).is_ready());
         grants.end_call(&here);
     }
 
