@@ -31,7 +31,7 @@ const PHRASES: [(&str, &str); 10] = [
 /// Words that may follow "is no".
 const AFTER_NO: [&str; 3] = ["longer", "more", "such"];
 
-/// What is searched for.
+/// Compiled patterns.
 struct Patterns {
     phrases: Vec<(&'static str, Regex)>,
     first_words: Regex,

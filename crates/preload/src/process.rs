@@ -66,7 +66,7 @@ extern "C" fn before_fork() {
         let references = slots::local(number).references.load(Ordering::SeqCst);
         slots::slot(number).references.fetch_add(references, Ordering::SeqCst);
         slots::slot(number).was_shared.store(true, Ordering::SeqCst);
-        // What a sibling reads is not for this process to look at by itself.
+        // The child reads the ring, too, so the peer has to ring from here on.
         if !arm(slots::slot(number)) {
             epoll::announce_to_child(number);
         }

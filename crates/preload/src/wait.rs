@@ -153,11 +153,6 @@ pub(crate) fn may_be_left(number: u32) -> bool {
     slots::local(number).registrations.load(Ordering::SeqCst) > 0
 }
 
-/// A call has left bytes in the ring that no doorbell announces: wakes what waits for epoll instances in the kernel.
-pub(crate) fn note_left(number: u32) {
-    epoll::announce(number);
-}
-
 /// What a descriptor means to a call that waits.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Watched {

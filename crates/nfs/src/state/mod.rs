@@ -220,7 +220,7 @@ pub(crate) struct State {
     to_wake: HashMap<FileIdentity, Range>,
     /// Locks that are free and that clients of version 3 wait for.
     freed: Vec<PendingGrant>,
-    /// Such locks that are being given: the number, and whether for writing. The last number.
+    /// Numbers of such locks that are being given, and the last number.
     giving: HashMap<WaitKey, u64>,
     given: u64,
     /// Callbacks that are due.

@@ -62,8 +62,8 @@ fn wait_key(client: u64, owner: &[u8], file: &FileIdentity, is_write: bool, rang
 }
 
 impl State {
-    /// The client that a host is; what it had before it has been started again is gone. `start` is the number of its start, or 0. An older
-    /// number is that of another host with this name and address, or of a late call.
+    /// Returns the client of a host. `start`: number of the host's start, or 0 if unknown. A newer number than before removes the locks of the
+    /// previous start. An older number belongs to another host with this name and address, or to a late call.
     pub(crate) fn monitored(&mut self, now: u64, host: &Host, start: u32) -> Result<u64, Refused> {
         let name = host.client_name();
         if let Some(id) = self.ids_of(&name).0 {

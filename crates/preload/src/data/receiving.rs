@@ -5,7 +5,7 @@ use crate::relayed::{catch_up, is_all_here, is_lost};
 use crate::report::{count, counters};
 use crate::slots::{self, Receiving, Slot, phase};
 use crate::tcp::Connection;
-use crate::{real, relay, switch, wait, waker};
+use crate::{epoll, real, relay, switch, wait, waker};
 use libc::{c_int, ssize_t};
 use std::io;
 use std::sync::atomic::{Ordering, fence};
@@ -213,7 +213,7 @@ unsafe fn receive_accelerated(
                 honour_closed_ring(slot, fd);
             }
             if !has_doorbell {
-                wait::note_left(number);
+                epoll::announce(number);
             }
             return Ok(sum);
         }

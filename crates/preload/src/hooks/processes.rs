@@ -9,7 +9,7 @@ pub(crate) unsafe extern "C" fn _Fork() -> pid_t {
     process::fork(|| unsafe { real::_Fork() })
 }
 
-/// The last three arguments are there if the flags say so; else they are what lies in their places.
+/// The last three arguments are arbitrary without the flags for them.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn clone(
     function: Option<extern "C" fn(*mut c_void) -> c_int>,

@@ -1,7 +1,7 @@
 //! Replies to calls that must not be done twice: a client whose connection was lost repeats what it has called, by any connection.
 //!
-//! A call is known by its host's address (without the port), its number, what it calls, who calls, and a digest of the arguments: another
-//! one that has only the number in common is done. What is kept is the RPC message, which no transport has touched.
+//! The key of a call is the address of its host (without the port), its number, its procedure, its caller, and a digest of its arguments.
+//! Another call with the same number is done. The cache keeps the RPC message before any transport adds to it.
 
 use super::{Call, Credential};
 use std::collections::{HashMap, VecDeque};

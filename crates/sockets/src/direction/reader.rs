@@ -306,7 +306,7 @@ impl Reader {
             }
             if self.position < start {
                 if !segment.is_relayed() {
-                    // If the run ends without bytes, what comes behind it has a doorbell.
+                    // If the run ends without bytes, the bytes behind it have a doorbell.
                     segment.control(self.direction).armed.store(WakeBy::Doorbell as u32, Ordering::SeqCst);
                     fence(Ordering::SeqCst);
                     if self.current(segment)?.is_none_or(|run| run.is_empty()) {
@@ -716,9 +716,8 @@ impl Reader {
         Ok(self.ring_len(segment)? == 0)
     }
 
-    /// When [`Reader::find`] has found nothing: asks to be woken by what comes next, and discards the doorbells of earlier bytes. If the ring is
-    /// not empty, or is filled during this call, a doorbell is on the TCP connection or on its way, as before this call: also for processes
-    /// that wait for the kernel alone.
+    /// After [`Reader::find`] has found nothing: asks for a doorbell with the next bytes, and discards the doorbells of earlier bytes. Bytes that
+    /// arrive during this call keep their doorbell, for processes that wait in the kernel only.
     ///
     /// # Errors
     /// [`Broken`].
@@ -735,8 +734,8 @@ impl Reader {
         Ok(Rearmed { is_empty, has_discarded })
     }
 
-    /// True if the kernel calls the connection readable, or will when a doorbell arrives. Not so if a doorbell could not be sent, because the
-    /// connection was full of bytes that have been read since.
+    /// True if the TCP connection is readable, or will be when a doorbell arrives. False if a doorbell could not be sent because the connection
+    /// was full.
     pub fn is_announced(&mut self, segment: &Segment, tcp: &impl Tcp) -> bool {
         let control = segment.control(self.direction);
         let is_ringing = control.ringing.load(Ordering::SeqCst) != control.rung.load(Ordering::SeqCst);

@@ -399,6 +399,18 @@ impl Tcp for Interrupted<'_> {
     }
 }
 
+/// Both ends after messages of ten bytes that were read, each with a doorbell that is still on the TCP connection.
+fn read_all(segment: &Segment, other: &Segment, tcp: &Fake, bells: usize) -> (Writer, Reader) {
+    let (mut writer, mut reader) = (Writer::new(End::Maker), Reader::new(End::Taker, 0));
+    reader.set_ready(other, tcp);
+    for message in 0..bells as u64 {
+        assert!(reader.arm(other, WakeBy::Doorbell).unwrap());
+        assert_eq!(send(&mut writer, segment, tcp, 10 * message, 10, true), 10);
+        assert_eq!(receive(&mut reader, other, tcp, 10, false).len(), 10);
+    }
+    (writer, reader)
+}
+
 /// The peer writes at any system call while this end discards doorbells. Another process waits for the kernel alone.
 #[test]
 fn bytes_that_arrive_while_doorbells_are_discarded_have_one() {
@@ -406,15 +418,8 @@ fn bytes_that_arrive_while_doorbells_are_discarded_have_one() {
         let (segment, fd) = Segment::create(RING).unwrap();
         let other = Segment::adopt(&fd).unwrap();
         let tcp = Fake::new(1 << 20);
-        let (mut writer, mut reader) = (Writer::new(End::Maker), Reader::new(End::Taker, 0));
-        reader.set_ready(&other, &tcp);
-        let mut sent = 0;
-        for _ in 0..bells {
-            assert!(reader.arm(&other, WakeBy::Doorbell).unwrap());
-            assert_eq!(send(&mut writer, &segment, &tcp, sent, 10, true), 10);
-            sent += 10;
-            assert_eq!(receive(&mut reader, &other, &tcp, 10, false).len(), 10);
-        }
+        let (writer, mut reader) = read_all(&segment, &other, &tcp, bells);
+        let sent = 10 * bells as u64;
         if is_armed {
             assert!(reader.arm(&other, WakeBy::Doorbell).unwrap());
         }
@@ -448,15 +453,8 @@ fn bytes_behind_an_empty_run_have_a_doorbell() {
         let (segment, fd) = Segment::create(RING).unwrap();
         let other = Segment::adopt(&fd).unwrap();
         let tcp = Fake::new(1 << 20);
-        let (mut writer, mut reader) = (Writer::new(End::Maker), Reader::new(End::Taker, 0));
-        reader.set_ready(&other, &tcp);
-        let mut sent = 0;
-        for _ in 0..bells {
-            assert!(reader.arm(&other, WakeBy::Doorbell).unwrap());
-            assert_eq!(send(&mut writer, &segment, &tcp, sent, 10, true), 10);
-            sent += 10;
-            assert_eq!(receive(&mut reader, &other, &tcp, 10, false).len(), 10);
-        }
+        let (mut writer, mut reader) = read_all(&segment, &other, &tcp, bells);
+        let sent = 10 * bells as u64;
         assert!(bells > 0 || reader.arm(&other, WakeBy::Doorbell).unwrap());
         if begins_before && !writer.is_tcp() {
             writer.enter_tcp(&segment, &tcp, false).unwrap();
