@@ -1,10 +1,11 @@
 //! Limit on the time that calls wait for peers of other users.
 //!
 //! Some calls wait for the peer where a program does not expect it: those that close a connection or hand it over, and sends that do not
-//! block. A peer of the same user can stop the process anyway. For peers of other users, all these waits of a process share one allowance:
-//! [`MOST`] at first, and then one [`SHARE`] of the time. Otherwise a peer could stop an event loop by one connection after the other.
+//! block. A peer of the same user can stop the process anyway. For peers of other users, all these waits of a process and of its relatives by
+//! fork share one allowance: [`MOST`] at first, and then one [`SHARE`] of the time. Otherwise a peer could stop an event loop by one connection
+//! after the other, or by each child that closes one.
 
-use crate::slots::Slot;
+use crate::slots::{self, Slot};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
@@ -15,13 +16,11 @@ const SHARE: u64 = 100;
 /// A wait ends when less than this is left. Short waits take this much at a time.
 pub(crate) const STEP: Duration = Duration::from_millis(1);
 
-/// The allowance of a process.
-struct Allowance {
+/// An allowance, in memory that processes share. All zero: full.
+pub(crate) struct Allowance {
     /// Time at which the allowance is full again, in microseconds of the monotonic clock.
     back_at: AtomicU64,
 }
-
-static OTHERS: Allowance = Allowance { back_at: AtomicU64::new(0) };
 
 impl Allowance {
     /// Takes this time from the allowance. Returns false, and takes nothing, if less is left.
@@ -59,17 +58,17 @@ fn now() -> u64 {
 
 /// True if the allowance has this time left.
 pub(crate) fn has(time: Duration) -> bool {
-    OTHERS.has(now(), time)
+    slots::allowance().has(now(), time)
 }
 
 /// Takes the duration of a wait from the allowance.
 pub(crate) fn spend(time: Duration) {
-    OTHERS.spend(now(), time);
+    slots::allowance().spend(now(), time);
 }
 
 /// True if a call may wait this long for the peer of a connection. Takes the time from the allowance if the peer is another user's.
 pub(crate) fn may_wait(slot: &Slot, time: Duration) -> bool {
-    !slot.is_others.load(Ordering::Relaxed) || OTHERS.take(now(), time)
+    !slot.is_others.load(Ordering::Relaxed) || slots::allowance().take(now(), time)
 }
 
 /// A wait for the peer of a connection. Its duration is taken from the allowance if the peer is another user's.

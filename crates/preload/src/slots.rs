@@ -12,6 +12,7 @@
 //! tail and `armed` (a writer and a reader that is about to sleep); `phase` and that the process uses io_uring; `deaf_sleepers` and `armed`; `phase` and `FORKING` (a switch to a
 //! relay and a fork).
 
+use crate::allowance::Allowance;
 use crate::lock::{Guard, Lock, Reentered};
 use rustix::mm::{MapFlags, ProtFlags};
 use std::cell::UnsafeCell;
@@ -192,6 +193,8 @@ struct Free {
     head: AtomicU64,
     /// Slots that have ever been used.
     used: AtomicU32,
+    /// The allowance of these processes together: each may hold a lock of a slot while it waits.
+    allowance: Allowance,
 }
 
 static ARENA: AtomicPtr<Free> = AtomicPtr::new(std::ptr::null_mut());
@@ -254,6 +257,11 @@ pub(crate) fn local(number: u32) -> &'static Local {
 fn free() -> &'static Free {
     // SAFETY: callers have a table, so there is an arena.
     unsafe { &*ARENA.load(Ordering::Relaxed) }
+}
+
+/// What these processes may wait for peers of other users.
+pub(crate) fn allowance() -> &'static Allowance {
+    &free().allowance
 }
 
 /// The number of the connection that a descriptor is, if it is one.
