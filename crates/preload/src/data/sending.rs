@@ -361,7 +361,8 @@ pub(crate) fn send_from_file(
             return if sum > 0 { Ok((sum, true)) } else { Err(libc::EBADF) };
         }
         let Sending { segment, writer, .. } = &mut sending;
-        if !writer.leave_tcp(segment, &connection).unwrap_or(false) || writer.is_reader_gone(segment) {
+        let is_over = writer.is_reader_gone(segment) || writer.is_closed_by_reader(segment);
+        if !writer.leave_tcp(segment, &connection).unwrap_or(false) || is_over {
             break;
         }
         let Ok((at, room)) = writer.free_span(segment, len - sum) else { break };
