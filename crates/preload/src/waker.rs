@@ -125,8 +125,8 @@ pub(crate) fn is_like_recv(has_limit: bool) -> bool {
 }
 
 /// Sleeps until the TCP connection has something (true), or the waker (-1: there is none), or the relay has gone, or until the limit is
-/// over.
-pub(crate) fn sleep(number: u32, fd: c_int, waker: c_int, limit: Limit) -> Result<bool, c_int> {
+/// over. `may_restart`: a handler with `SA_RESTART` does not end the call.
+pub(crate) fn sleep(number: u32, fd: c_int, waker: c_int, limit: Limit, may_restart: bool) -> Result<bool, c_int> {
     loop {
         let relay = relay::lifeline_of(number).unwrap_or(-1);
         let mut all = [(fd, libc::POLLIN), (waker, libc::POLLIN), (relay, 0)].map(|(fd, events)| pollfd {
@@ -147,7 +147,7 @@ pub(crate) fn sleep(number: u32, fd: c_int, waker: c_int, limit: Limit) -> Resul
                 return Ok(all[0].revents != 0);
             }
             _ => match data::errno() {
-                libc::EINTR if !limit.is_any() && signals::handlers() == Handlers::Restart => {}
+                libc::EINTR if may_restart && !limit.is_any() && signals::handlers() == Handlers::Restart => {}
                 error => return Err(error),
             },
         }

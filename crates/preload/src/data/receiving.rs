@@ -295,7 +295,7 @@ unsafe fn receive_accelerated(
         began.get_or_insert_with(Instant::now);
         let left = left.and_then(|began| Some(connection.receive_limit()?.saturating_sub(began.elapsed())));
         let waits_for_room = !has_sent_again && flags & libc::MSG_DONTWAIT == 0 && waits(fd);
-        let slept = if waits_for_room { connection.wait_for_either(left) } else { sleep(which, flags, left) };
+        let slept = if waits_for_room { connection.wait_for_either(left) } else { sleep(which, flags, left, sum > 0) };
         match slept {
             Ok(true) => {
                 woken += 1;
@@ -359,8 +359,9 @@ fn peek(fd: c_int, flags: c_int) -> Result<bool, c_int> {
 }
 
 /// Sleeps until the kernel has something: a byte of the stream, a doorbell, a wake-up by the relay. False at the connection's end. For
-/// `left` at most; without that, for as long as the program's time limit says.
-fn sleep(which: Which, flags: c_int, left: Option<Duration>) -> Result<bool, c_int> {
+/// `left` at most; without that, for as long as the program's time limit says. `has_part`: the call has received something, so that any signal
+/// handler ends it.
+fn sleep(which: Which, flags: c_int, left: Option<Duration>, has_part: bool) -> Result<bool, c_int> {
     let Which { slot, number, fd, .. } = which;
     let connection = Connection::new(fd);
     let waker = waker::of(number);
@@ -368,7 +369,7 @@ fn sleep(which: Which, flags: c_int, left: Option<Duration>) -> Result<bool, c_i
     let may_wait =
         (waker.is_some() || relay::lifeline_of(number).is_some()) && flags & libc::MSG_DONTWAIT == 0 && waits(fd);
     let limit = if may_wait { left.or_else(|| connection.receive_limit()) } else { None };
-    let hears = may_wait && waker::is_like_recv(limit.is_some());
+    let hears = may_wait && waker::is_like_recv(limit.is_some() || has_part);
     let deaf = u32::from(waker.is_some() && may_wait && !hears);
     if !may_wait {
         relay::glance(number);
@@ -386,10 +387,12 @@ fn sleep(which: Which, flags: c_int, left: Option<Duration>) -> Result<bool, c_i
         }
         _ => false,
     };
+    // The kernel would begin its own call again behind a handler.
+    let waits_on = has_part && flags & libc::MSG_DONTWAIT == 0 && waits(fd);
     let result = if is_armed {
         count(&counters().sleeps, 1);
         match hears {
-            true => match waker::sleep(number, fd, waker.unwrap_or(-1), wait::Limit::within(limit)) {
+            true => match waker::sleep(number, fd, waker.unwrap_or(-1), wait::Limit::within(limit), !has_part) {
                 Ok(true) => peek(fd, libc::MSG_DONTWAIT).or_else(|error| match error {
                     // Another thread has taken it.
                     libc::EAGAIN => Ok(true),
@@ -398,7 +401,10 @@ fn sleep(which: Which, flags: c_int, left: Option<Duration>) -> Result<bool, c_i
                 Ok(false) => Ok(true),
                 Err(error) => Err(error),
             },
-            false => match left.map(|left| connection.wait_for_bytes(left)) {
+            false => match left
+                .or_else(|| waits_on.then(|| connection.receive_limit().unwrap_or(Duration::MAX)))
+                .map(|left| connection.wait_for_bytes(left))
+            {
                 None => peek(fd, flags & libc::MSG_DONTWAIT),
                 Some(true) => peek(fd, libc::MSG_DONTWAIT),
                 Some(false) => peek(fd, libc::MSG_DONTWAIT).map_err(|_| libc::EINTR),
