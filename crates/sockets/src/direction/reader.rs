@@ -473,6 +473,10 @@ impl Reader {
             let bells = self.position.saturating_sub(end);
             self.discarded += bells;
             len -= (bells as usize).min(len);
+            if self.comes_again && !self.has_run(segment) {
+                // The peer had sent these again before its process ended, and its relay did not learn of it. What is missing is in the ring.
+                self.head = self.head.saturating_add(len as u64).min(self.tail.max(self.head));
+            }
             self.shown_ahead = self.shown_ahead.saturating_sub(len);
             self.shown_tcp = self.shown_tcp.saturating_sub(len as u64);
         }
