@@ -14,7 +14,9 @@
 //! - the reader closes the ring where the writer is, not where it has come to know that the writer is: it asks, and waits.
 
 use crate::direction::Broken;
-use crate::segment::{BELL_FREE, BELL_RELAY, BY_TCP, CLOSED, End, OPEN, POSITION, RUNS, Segment, WakeBy, outward};
+use crate::segment::{
+    BELL_FREE, BELL_RELAY, BY_TCP, CALL_WANTED, CALLING, CLOSED, End, OPEN, POSITION, RUNS, Segment, WakeBy, outward,
+};
 use std::sync::atomic::{Ordering, fence};
 use thruway_memory::shared;
 
@@ -31,6 +33,8 @@ pub struct Update {
     pub closed: Option<bool>,
     /// The writer has ended its direction, and this is all.
     pub ended: bool,
+    /// The reader is to look at what the other end has closed, if it sleeps.
+    pub call: bool,
     /// Doorbells ever rung.
     pub ringing: u64,
 }
@@ -59,10 +63,12 @@ pub struct Feedback {
     pub opened: u32,
     /// The end of the last of them has come.
     pub has_end: bool,
+    /// Calls that have come ([`Update::call`]), modulo 256. `owes_bell` is what is left to do for them.
+    pub called: u8,
 }
 
 /// Bytes of a [`Feedback`] in a message.
-const FEEDBACK_LEN: usize = 8 + 4 + 1 + 8 + 4 + 1;
+const FEEDBACK_LEN: usize = 8 + 4 + 1 + 8 + 4 + 1 + 1;
 
 fn u64_at(bytes: &[u8], at: usize) -> u64 {
     u64::from_le_bytes(bytes[at..at + 8].try_into().expect("eight bytes"))
@@ -77,6 +83,7 @@ impl Update {
     const CLOSED: u8 = 2;
     const BY_TCP: u8 = 4;
     const ENDED: u8 = 8;
+    const CALL: u8 = 16;
 
     /// As it goes into a message.
     pub fn encode(&self) -> [u8; UPDATE_HEAD] {
@@ -87,7 +94,8 @@ impl Update {
         }
         let closed = self.closed.map_or(0, |by_tcp| Update::CLOSED | if by_tcp { Update::BY_TCP } else { 0 });
         let run = if self.run.is_some() { Update::RUN } else { 0 };
-        bytes[UPDATE_HEAD - 1] = run | closed | if self.ended { Update::ENDED } else { 0 };
+        let call = if self.call { Update::CALL } else { 0 };
+        bytes[UPDATE_HEAD - 1] = run | closed | call | if self.ended { Update::ENDED } else { 0 };
         bytes
     }
 
@@ -104,6 +112,7 @@ impl Update {
             run: (flags & Update::RUN != 0).then(|| (u64_at(head, 16), u64_at(head, 24))),
             closed: (flags & Update::CLOSED != 0).then_some(flags & Update::BY_TCP != 0),
             ended: flags & Update::ENDED != 0,
+            call: flags & Update::CALL != 0,
             ringing: u64_at(head, 32),
         };
         Ok((update, rest))
@@ -121,6 +130,7 @@ impl Feedback {
         bytes[21..25].copy_from_slice(&self.opened.to_le_bytes());
         let flags = [self.is_armed, self.close_wanted, self.owes_bell, self.has_end];
         bytes[25] = flags.iter().enumerate().fold(0, |byte, (bit, flag)| byte | u8::from(*flag) << bit);
+        bytes[26] = self.called;
         bytes
     }
 
@@ -143,6 +153,7 @@ impl Feedback {
             tail: u64_at(bytes, 13),
             opened: u32_at(bytes, 21),
             has_end: flag(3),
+            called: bytes[26],
         })
     }
 }
@@ -178,6 +189,10 @@ pub struct Outlet {
     peer: Feedback,
     /// A doorbell is wanted at the other end.
     is_owed: bool,
+    /// The writer has called the reader, and that has not been sent; calls that have been; and whether the last is not answered.
+    calls: bool,
+    called: u8,
+    is_calling: bool,
 }
 
 impl Default for Outlet {
@@ -194,6 +209,9 @@ impl Default for Outlet {
             ringing: 0,
             peer: Feedback { opened: 1, ..Feedback::default() },
             is_owed: false,
+            calls: false,
+            called: 0,
+            is_calling: false,
         }
     }
 }
@@ -242,11 +260,14 @@ impl Outlet {
             || end != self.end
             || closed.is_some() && !self.closed
             || ended && !self.ended
-            || self.ringing != self.ringing_sent;
+            || self.ringing != self.ringing_sent
+            || self.calls;
         if !is_new {
             return Ok(false);
         }
-        let update = Update { tail: self.tail + taken, end, run, closed, ended, ringing: self.ringing };
+        let update =
+            Update { tail: self.tail + taken, end, run, closed, ended, call: self.calls, ringing: self.ringing };
+        self.called = self.called.wrapping_add(u8::from(std::mem::take(&mut self.calls)));
         out.extend_from_slice(&update.encode());
         let at = out.len();
         out.resize(at + taken as usize, 0);
@@ -293,9 +314,18 @@ impl Outlet {
     /// says whether it could.
     pub fn serve(&mut self, segment: &Segment, ring: impl FnOnce() -> bool) {
         let control = segment.control(self.direction);
-        let is_called = control.call_wanted.load(Ordering::SeqCst) != 0;
+        let change = |from, to| {
+            let word = &control.call_wanted;
+            word.load(Ordering::SeqCst) == from
+                && word.compare_exchange(from, to, Ordering::SeqCst, Ordering::Relaxed).is_ok()
+        };
+        // A sleeping reader is woken by its own relay. A doorbell that meets a reader which closes the connection would reset it.
+        if !self.is_calling && change(CALL_WANTED, CALLING) {
+            (self.calls, self.is_calling) = (true, true);
+        }
+        self.is_calling &= self.calls || self.peer.called != self.called;
         let unsent = control.tail.load(Ordering::Acquire) >> POSITION != self.tail;
-        let wants_bell = self.is_owed || is_called || self.peer.is_armed && unsent;
+        let wants_bell = self.is_owed || self.peer.is_armed && unsent;
         let closes = self.peer.close_wanted && control.tail.load(Ordering::Relaxed) & CLOSED == 0;
         let free = || control.bell.compare_exchange(BELL_FREE, BELL_RELAY, Ordering::SeqCst, Ordering::Relaxed).is_ok();
         if (wants_bell || closes) && free() {
@@ -309,13 +339,14 @@ impl Outlet {
                 self.ringing += 1;
                 self.is_owed = false;
                 self.peer.is_armed = false;
-                control.call_wanted.store(0, Ordering::SeqCst);
             } else if is_by_tcp {
                 // Bytes of the stream wake the reader.
                 self.is_owed = false;
-                control.call_wanted.store(0, Ordering::SeqCst);
             }
             control.bell.store(BELL_FREE, Ordering::SeqCst);
+        }
+        if !self.is_owed && !self.is_calling {
+            change(CALLING, 0);
         }
         if !self.is_owed {
             control.settled.store(self.peer.tail, Ordering::Release);
@@ -369,6 +400,7 @@ pub struct Inlet {
     ringing: u64,
     owes_bell: bool,
     owes_waking: bool,
+    called: u8,
     /// What has been sent last.
     sent: Feedback,
 }
@@ -386,6 +418,7 @@ impl Default for Inlet {
             ringing: 0,
             owes_bell: false,
             owes_waking: false,
+            called: 0,
             sent: Feedback { opened: 1, ..Feedback::default() },
         }
     }
@@ -451,10 +484,11 @@ impl Inlet {
         control.rung.store(self.ringing, Ordering::SeqCst);
         between();
         fence(Ordering::SeqCst);
+        self.called = self.called.wrapping_add(u8::from(update.call));
         if is_rung {
             // On its way, or it has come and the reader has found what it belongs to. Then that sleeps again, and has asked for another.
             self.owes_bell = false;
-        } else if len > 0 && control.armed.load(Ordering::Relaxed) != 0 {
+        } else if (len > 0 || update.call) && control.armed.load(Ordering::Relaxed) != 0 {
             let by = control.armed.swap(0, Ordering::SeqCst);
             let is_waker = by == WakeBy::Waker as u32;
             self.owes_waking |= is_waker;
@@ -508,12 +542,14 @@ impl Inlet {
             tail: self.tail,
             opened: self.opened,
             has_end: self.end != OPEN,
+            called: self.called,
         };
         let sent = self.sent;
         let is_urgent = feedback.reader != sent.reader
             || feedback.close_wanted && !sent.close_wanted
             || feedback.owes_bell && !sent.owes_bell
             || feedback.done != sent.done
+            || feedback.called != sent.called
             || feedback.head - sent.head >= segment.ring_size() as u64 / 8;
         let is_worth = is_urgent || is_idle && feedback != sent;
         if is_worth {

@@ -80,7 +80,7 @@ pub(crate) struct Control {
     pub(crate) settled: AtomicU64,
     /// Relayed: whether doorbells are kept off, or rung just now: [`BELL_FREE`] and what follows.
     pub(crate) bell: AtomicU32,
-    /// Relayed: the writer wants the far end to look at what has been closed.
+    /// Relayed: the writer wants the far end to look at what has been closed: 0, [`CALL_WANTED`] or [`CALLING`].
     pub(crate) call_wanted: AtomicU32,
     /// Relayed: how often the reader has been woken by its own host's relay ([`WakeBy::Waker`]), or is about to be.
     pub(crate) woken: AtomicU32,
@@ -115,6 +115,11 @@ pub(crate) const STOPPED: u64 = 1;
 
 /// In [`Control::bell`]: doorbells may be rung.
 pub(crate) const BELL_FREE: u32 = 0;
+/// In [`Control::call_wanted`]: the relay has not begun to call.
+pub(crate) const CALL_WANTED: u32 = 1;
+/// In [`Control::call_wanted`]: the far end has not answered, or is to be rung.
+pub(crate) const CALLING: u32 = 2;
+
 /// In [`Control::bell`]: one is being rung, or the ring closed.
 pub(crate) const BELL_RELAY: u32 = 1;
 /// In [`Control::bell`]: the writer begins a run, so none may be.

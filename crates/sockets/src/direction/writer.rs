@@ -4,8 +4,8 @@ use super::returning::RETURNED_MAX;
 use super::{Broken, PIECES, Tcp, in_order};
 use crate::iovecs::Pieces;
 use crate::segment::{
-    BELL_FREE, BELL_WRITER, BY_TCP, CLOSED, Control, End, GONE, OPEN, Over, POSITION, READY, RETURNED_ALL, RETURNS,
-    RUNS, STOPPED, Segment, outward,
+    BELL_FREE, BELL_WRITER, BY_TCP, CALL_WANTED, CLOSED, Control, End, GONE, OPEN, Over, POSITION, READY, RETURNED_ALL,
+    RETURNS, RUNS, STOPPED, Segment, outward,
 };
 use std::io;
 use std::sync::atomic::{Ordering, fence};
@@ -323,7 +323,7 @@ impl Writer {
             return;
         }
         if segment.is_relayed() {
-            control.call_wanted.store(1, Ordering::SeqCst);
+            control.call_wanted.store(CALL_WANTED, Ordering::SeqCst);
             segment.wake_relay(tcp);
         } else if !self.is_tcp {
             control.ringing.fetch_add(1, Ordering::SeqCst);

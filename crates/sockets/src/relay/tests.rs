@@ -456,11 +456,87 @@ fn a_writer_that_waits_for_room_is_woken() {
     assert!(waited > seeds() as u32 / 10 && closed > 0, "{waited}, {closed}");
 }
 
+/// A world in which the ring is in use, and its ends.
+fn in_use() -> (World, Writer, Reader) {
+    let world = World::new(1);
+    let (mut writer, reader) = (Writer::new(End::Taker), Reader::new(End::Taker, 0));
+    reader.set_ready(&world.there, &world.path);
+    world.settle();
+    assert!(writer.leave_tcp(&world.here, &world.path).unwrap());
+    (world, writer, reader)
+}
+
+/// The reader closes the ring with unread bytes, and the writer sends them again and ends. The word of that does not arrive. The reader has
+/// each byte once: from TCP, and what TCP does not bring from the ring.
+#[test]
+fn bytes_that_come_again_without_a_word_of_it_come_once() {
+    for resent in [0, 20, 60] {
+        let (mut world, mut writer, mut reader) = in_use();
+        assert_eq!(world.send(&mut writer, 0, 100, false), 100);
+        world.settle();
+        let mut got = 0;
+        check(&world.receive(&mut reader, 40), &mut got, "before");
+        let patience = || {
+            world.settle();
+            true
+        };
+        reader.close_ring(&world.there, &world.path, patience).unwrap();
+        world.path.capacity = resent;
+        let _ = writer.send_again(&world.here, &world.path).unwrap();
+        world.path.deliver(usize::MAX);
+        world.there.set_over(Over::Finished);
+        let mut bytes = vec![0; 200];
+        let list = [libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: 200 }];
+        // SAFETY: of a vector of ours.
+        let mut pieces = unsafe { Pieces::new(&list) }.unwrap();
+        // SAFETY: of a vector of ours.
+        let len = unsafe { reader.read_unexpected(&world.there, &world.path, &mut pieces, false) }.unwrap();
+        assert_eq!(len, resent);
+        check(&bytes[..len], &mut got, "by TCP");
+        assert_eq!(reader.reclaim(&world.there), resent < 60);
+        check(&world.receive(&mut reader, 200), &mut got, "from the ring");
+        assert_eq!(got, 100, "{resent} bytes came again");
+    }
+}
+
+/// A doorbell could meet a reader that closes the connection, and reset it: only a reader that nothing else wakes is rung.
+#[test]
+fn a_call_rings_only_where_nothing_else_wakes() {
+    for by in [None, Some(WakeBy::Waker), Some(WakeBy::Doorbell)] {
+        let (world, mut writer, mut reader) = in_use();
+        assert_eq!(world.send(&mut writer, 0, 100, false), 100);
+        world.settle();
+        world.path.deliver(usize::MAX);
+        let _ = reader.discard_doorbells(&world.there, &world.path);
+        check(&world.receive(&mut reader, 100), &mut 0, "before");
+        let _ = reader.discard_doorbells(&world.there, &world.path);
+        reader.disarm(&world.there);
+        world.settle();
+        if let Some(by) = by {
+            assert!(reader.arm(&world.there, by).unwrap());
+        }
+        world.settle();
+        assert_eq!(world.path.available().unwrap(), 0);
+        world.path.woken.set(0);
+        writer.call(&world.here, &world.path);
+        assert!(!writer.is_settled(&world.here), "the call has not come");
+        world.settle();
+        let woken = (world.path.available().unwrap(), world.path.woken.get() > 0);
+        match by {
+            None => assert_eq!(woken, (0, false)),
+            // Where the waker fails, a doorbell rings.
+            Some(WakeBy::Waker) => assert!(woken.1 || woken.0 == 1, "{woken:?}"),
+            Some(WakeBy::Doorbell) => assert_eq!(woken.0, 1),
+        }
+        assert!(writer.is_settled(&world.here));
+    }
+}
+
 #[test]
 fn what_a_peer_must_not_say_is_refused_and_does_nothing() {
     let world = World::new(1);
     let mut inlet = Inlet::default();
-    let good = Update { tail: 0, end: 10, run: None, closed: None, ended: false, ringing: 0 };
+    let good = Update { tail: 0, end: 10, run: None, closed: None, ended: false, call: false, ringing: 0 };
     inlet.apply(&world.there, &good, &[]).unwrap();
     let some = [7; 100];
     let size = RING_MIN as u64;
