@@ -332,7 +332,7 @@ pub(crate) fn before_close(fd: c_int) {
             let _inside = (slot.receiving.lock(), slot.sending.lock());
         }
         Some((number, last)) => {
-            epoll::forget_connection(number);
+            epoll::forget_connection(number, fd);
             switch::tear_down(number, fd, last);
         }
         None => {}
@@ -344,7 +344,7 @@ pub(crate) fn forget(fd: c_int) {
     if let Some((number, last)) = slots::remove(fd)
         && last != Last::No
     {
-        epoll::forget_connection(number);
+        epoll::forget_connection(number, -1);
         switch::tear_down(number, -1, last);
     }
 }

@@ -459,36 +459,44 @@ pub(crate) fn before_descriptor_closes(connection: u32, fd: c_int) {
     }
 }
 
-/// A connection has no descriptor any more: the kernel has forgotten it.
-pub(crate) fn forget_connection(connection: u32) {
+/// A connection's last descriptor, or a negative number if that is closed already, is about to be closed: the kernel forgets it.
+pub(crate) fn forget_connection(connection: u32, fd: c_int) {
     let local = slots::local(connection);
     let is_registered =
         || local.registrations.load(Ordering::SeqCst) > 0 || local.registering.load(Ordering::SeqCst) > 0;
     if is_registered()
         && let Some(instance) = instance(local.instance.load(Ordering::Relaxed))
     {
-        instance.forget_connection(local.instance.load(Ordering::Relaxed), connection);
+        instance.forget_connection(local.instance.load(Ordering::Relaxed), connection, fd);
     }
     for (number, place) in ALL.iter().enumerate() {
         let at = place.load(Ordering::Acquire);
         // SAFETY: instances are leaked.
         match unsafe { at.as_ref() } {
-            Some(instance) if is_registered() => instance.forget_connection(number as u32, connection),
+            Some(instance) if is_registered() => instance.forget_connection(number as u32, connection, fd),
             _ => return,
         }
     }
 }
 
 impl Instance {
-    fn forget_connection(&self, number: u32, connection: u32) {
+    fn forget_connection(&self, number: u32, connection: u32, fd: c_int) {
         if self.connections.load(Ordering::Relaxed) == 0 {
             return;
         }
         let Ok(mut guard) = self.lock.lock() else { return };
         let state = self.state(&mut guard);
         while let Some(at) = state.find(connection, None) {
-            // The relay has a descriptor of it, too: the kernel would not forget it.
-            waker::unregister(number, self.ep.load(Ordering::Relaxed), connection);
+            // The relay has a descriptor of both, so the kernel would not forget them.
+            let ep = self.ep.load(Ordering::Relaxed);
+            waker::unregister(number, ep, connection);
+            if fd >= 0
+                && state.registrations[at].fd == fd
+                && slots::local(connection).relay.load(Ordering::Relaxed) != 0
+            {
+                // SAFETY: no event.
+                unsafe { real::epoll_ctl(ep, libc::EPOLL_CTL_DEL, fd, std::ptr::null_mut()) };
+            }
             state.end(at);
             self.connections.fetch_sub(1, Ordering::Relaxed);
         }
