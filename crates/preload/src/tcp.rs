@@ -206,6 +206,19 @@ impl Connection {
         let _ = unsafe { real::setsockopt(self.fd, libc::SOL_SOCKET, libc::SO_LINGER, at, len) };
     }
 
+    /// Whether the program has set how long closing waits, or that it resets (`SO_LINGER`).
+    pub(crate) fn lingers(self) -> bool {
+        let mut linger = libc::linger { l_onoff: 0, l_linger: 0 };
+        let _ = self.option(libc::SOL_SOCKET, libc::SO_LINGER, &mut linger);
+        linger.l_onoff != 0
+    }
+
+    /// Ends this direction of the connection, also if other processes have descriptors of it.
+    pub(crate) fn end_sending(self) {
+        // SAFETY: a descriptor of the program's.
+        unsafe { real::shutdown(self.fd, libc::SHUT_WR) };
+    }
+
     /// Resets the connection now: both ends learn it by an error, and none takes it for an end that was meant.
     pub(crate) fn reset(self) {
         if rustix::net::connect_unspec(slots::borrow(self.fd)).is_err() {

@@ -109,8 +109,9 @@ impl Carried {
         self.is_declined |= !self.is_used;
     }
 
-    /// Carries it no more. `Lost` if bytes may be lost by that, of which the other relay should know.
-    pub(crate) fn end(mut self, over: Over) -> Over {
+    /// Carries it no more. `Lost` if bytes may be lost by that, of which the other relay should know. With the connection, if its process has
+    /// closed it: the other relay may have rung before it knew of that.
+    pub(crate) fn end(mut self, over: Over) -> (Over, Option<OwnedFd>) {
         self.wake(false);
         // Where neither end has begun to use it, TCP has all of it and goes on.
         let is_unused = !self.outlet.is_open() && !self.inlet.is_open();
@@ -126,9 +127,10 @@ impl Carried {
                 let _ = rustix::net::shutdown(tcp, rustix::net::Shutdown::Both);
             }
         }
+        let is_closed = over == Over::Finished && self.inlet.is_reader_gone(&self.segment);
         // SAFETY: it was the only value that this process uses.
         unsafe { self.segment.unmap() };
-        over
+        (over, self.tcp.filter(|_| is_closed))
     }
 
     /// What the other relay says of its reader.

@@ -18,6 +18,7 @@
 
 mod calls;
 mod carried;
+mod closing;
 mod ends;
 #[doc(hidden)]
 pub mod fuzzing;

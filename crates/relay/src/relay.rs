@@ -6,6 +6,7 @@
 use crate::Error;
 use crate::calls::{self, Event, Post};
 use crate::carried::{Carried, Failed, Pumped};
+use crate::closing::{self, Closing};
 use crate::ends::{End, Way};
 use crate::link::{Link, Message, lies};
 use crate::local::{self, About, Door, Said};
@@ -163,6 +164,7 @@ impl Relay {
             finds: HashMap::new(),
             carried: HashMap::new(),
             by_end: HashMap::new(),
+            closing: Closing::default(),
         };
         state.run(&events)
     }
@@ -219,6 +221,7 @@ struct State {
     finds: HashMap<End, Find>,
     carried: HashMap<u32, Carried>,
     by_end: HashMap<End, u32>,
+    closing: Closing,
 }
 
 impl State {
@@ -249,6 +252,7 @@ impl State {
                 did |= self.hear_local(Duration::ZERO)?;
                 // Also where there is never nothing to do.
                 housekeep(self, now);
+                self.closing.look(now);
                 while let Ok(event) = events.try_recv() {
                     self.take(event);
                 }
@@ -259,6 +263,7 @@ impl State {
             }
             // Nothing is urgent: what others may want to know later. An answer that comes before saves a message.
             let since = now - *idle.get_or_insert(now);
+            self.closing.look(now);
             if since >= LAZY {
                 told = now;
                 if self.pump(true) {
@@ -282,6 +287,7 @@ impl State {
             let did = !is_quiet | self.hear_links() | self.pump(true);
             let time = match (did, self.config.until_unused) {
                 (true, _) => Duration::ZERO,
+                (false, _) if !self.closing.is_empty() => closing::INTERVAL,
                 (false, Some(limit)) if self.clients.is_empty() => limit / 4,
                 (false, _) => Duration::from_secs(1),
             };
@@ -613,7 +619,11 @@ impl State {
         let Some(one) = self.carried.remove(&id) else { return };
         self.by_end.remove(&one.end);
         let (link, peer) = (one.link, one.peer);
-        if one.end(over) == Over::Lost {
+        let (over, tcp) = one.end(over);
+        if let Some(tcp) = tcp {
+            self.closing.add(tcp);
+        }
+        if over == Over::Lost {
             tracing::warn!("a connection is lost");
             self.send(link, &Message::Abort { id: peer });
         }

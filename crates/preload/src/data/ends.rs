@@ -10,7 +10,7 @@ use crate::{room, switch};
 use libc::c_int;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
-use thruway_sockets::{Found, Reader, Return, Segment, Step, WakeBy};
+use thruway_sockets::{Found, Over, Reader, Return, Segment, Step, WakeBy};
 
 /// Longest time that a call which closes waits for doorbells that the kernel has not delivered yet.
 const DOORBELLS_MAX: Duration = Duration::from_millis(20);
@@ -20,17 +20,26 @@ const DOORBELLS_MAX: Duration = Duration::from_millis(20);
 pub(crate) fn settle(slot: &Slot, fd: c_int, mut receiving: Receiving<'_>) {
     let connection = Connection::new(fd);
     receiving.reader.set_gone(&receiving.segment, &connection);
-    if !honour_before_end(slot, fd) {
+    let has_all = honour_before_end(slot, fd);
+    if !has_all {
         connection.reset_at_close();
     }
     if let Ok(Some(sending)) = slot.sending() {
         sending.writer.set_ended(&sending.segment, &connection);
     }
     let Receiving { segment, reader, .. } = &mut receiving;
-    match reader.find(segment, &connection) {
+    let found = reader.find(segment, &connection);
+    match found {
         Ok(Found::Ring(_)) => connection.reset_at_close(),
         Ok(Found::Nothing) => discard_all_doorbells(slot, &connection, segment, reader),
         _ => {}
+    }
+    let is_clean = has_all && found == Ok(Found::Nothing) && !connection.lingers();
+    let is_shared = slot.is_foreign.load(Ordering::SeqCst) || slot.was_shared.load(Ordering::SeqCst);
+    if segment.is_relayed() && is_clean && !is_shared && segment.over() == Over::No {
+        // A doorbell that is on its way must not meet a closed socket, which would reset the connection: the relay closes it later.
+        connection.end_sending();
+        return;
     }
     take_tcp_back(segment, fd);
 }
