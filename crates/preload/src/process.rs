@@ -250,7 +250,7 @@ pub(crate) fn hand_over(number: u32, fd: c_int, is_read: bool) {
             fd,
             &format_args!("reset: the program that has been given it would have missed {left} bytes"),
         );
-        crate::tcp::Connection::new(fd).reset();
+        data::reset(slot, fd);
     }
 }
 

@@ -344,7 +344,13 @@ impl Tcp for Connection {
 
     fn doorbell(&self) {
         count(&counters().doorbells, 1);
-        let _ = rustix::net::send(slots::borrow(self.fd), &[0], SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
+        let rung = rustix::net::send(slots::borrow(self.fd), &[0], SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
+        // The kernel tells an error once. Then this is the end of the stream, as for every call after the first that has failed.
+        if let Err(error) = rung
+            && let Some(number) = self.number.or_else(|| slots::find(self.fd))
+        {
+            crate::data::keep_reset(slots::slot(number), error.raw_os_error());
+        }
     }
 
     fn is_at_end(&self) -> bool {

@@ -170,10 +170,17 @@ impl Carried {
             self.has_news = true;
         }
         let (tcp, has_news) = (self.tcp.as_ref(), &mut self.has_news);
+        let mut was_reset = false;
         self.outlet.serve(&self.segment, || {
             *has_news = true;
-            tcp.is_some_and(|tcp| rustix::net::send(tcp, &[0], SendFlags::DONTWAIT | SendFlags::NOSIGNAL) == Ok(1))
+            let rung = tcp.map(|tcp| rustix::net::send(tcp, &[0], SendFlags::DONTWAIT | SendFlags::NOSIGNAL));
+            was_reset = rung == Some(Err(rustix::io::Errno::CONNRESET));
+            rung == Some(Ok(1))
         });
+        if was_reset {
+            // The kernel tells it once: the process would take it for the end of the stream.
+            return Err(Failed::Here);
+        }
         self.wake(false);
         for _ in 0..TURN {
             if !link.has_room() {

@@ -1,6 +1,6 @@
 //! What a connection goes through before an end of it: it is shut down, closed, or left to TCP.
 
-use super::{code, keep_error};
+use super::{code, keep_error, keep_reset, reset};
 use crate::allowance::Wait;
 use crate::relayed::{CATCH_UP_MAX, Pause, at_end, closing_time, is_settled, take_tcp_back};
 use crate::report::{count, counters};
@@ -114,7 +114,7 @@ pub(crate) fn before_shutdown(slot: &Slot, fd: c_int, directions: u8) {
         // What comes behind goes nowhere, and TCP says so.
         let _ = enter_tcp(slot, fd, true);
         if !honour_before_end(slot, fd) {
-            connection.reset();
+            reset(slot, fd);
         }
         if let Ok(Some(sending)) = slot.sending() {
             sending.writer.set_ended(&sending.segment, &connection);
@@ -136,7 +136,13 @@ pub(crate) fn honour_closed_ring(slot: &Slot, fd: c_int) -> bool {
     if !writer.is_closed_by_reader(segment) || slot.plain_sends.load(Ordering::SeqCst) > 0 {
         return true;
     }
-    !matches!(writer.send_again(segment, &Connection::new(fd)), Ok(false)) || writer.awaits_return()
+    let result = writer.send_again(segment, &Connection::new(fd));
+    let has_sent = !matches!(result, Ok(false)) || writer.awaits_return();
+    drop(sending);
+    if let Err(error) = result {
+        keep_reset(slot, code(&error));
+    }
+    has_sent
 }
 
 /// Longest wait for the peer when a connection ends, and longest sleep during it.
@@ -151,8 +157,13 @@ fn honour_before_end(slot: &Slot, fd: c_int) -> bool {
     loop {
         let Ok(Some(mut sending)) = slot.sending() else { return true };
         let Sending { segment, writer, .. } = &mut sending;
-        if !matches!(writer.send_again(segment, &connection), Ok(false)) {
-            return true;
+        match writer.send_again(segment, &connection) {
+            Ok(false) => {}
+            Ok(true) => return true,
+            Err(error) => {
+                keep_reset(slot, code(&error));
+                return true;
+            }
         }
         let awaits = writer.awaits_return();
         drop(sending);
@@ -296,7 +307,7 @@ fn demote_for(slot: &Slot, fd: c_int, unread: Unread) -> Option<usize> {
     call_peer_after_closing(slot, fd);
     enter_tcp_at_end(slot, fd);
     if !honour_before_end(slot, fd) {
-        connection.reset();
+        reset(slot, fd);
     }
     connection.restore_options(slot);
     if let Ok(Some(receiving)) = slot.receiving() {

@@ -82,6 +82,13 @@ pub(crate) fn keep_error(slot: &Slot, reader: &mut Reader) {
     }
 }
 
+/// A call of the library's own has been told that the connection was reset: that is for the program, behind what has been received before.
+pub(crate) fn keep_reset(slot: &Slot, error: c_int) {
+    if matches!(error, libc::ECONNRESET | libc::ETIMEDOUT | libc::EHOSTUNREACH | libc::ENETUNREACH) {
+        let _ = slot.error.compare_exchange(0, error, Ordering::Relaxed, Ordering::Relaxed);
+    }
+}
+
 /// The peer has written nonsense, the relay does not answer, or the connection below has an error.
 pub(crate) fn broken(slot: &Slot, fd: c_int, error: &io::Error) -> c_int {
     let is_ours = error.raw_os_error().is_none();
@@ -92,16 +99,21 @@ pub(crate) fn broken(slot: &Slot, fd: c_int, error: &io::Error) -> c_int {
     };
     if let Some(why) = why {
         stays(slot, fd, Reason::Failed, &why);
-        if let Some(receiving) = slot.try_receiving()
-            && receiving.segment.is_relayed()
-        {
-            // The other end must not take what follows for an end that was meant.
-            receiving.segment.set_over(Over::Lost);
-            receiving.segment.check_relay(&Connection::new(fd));
-        }
-        Connection::new(fd).reset();
+        reset(slot, fd);
     }
     code(error)
+}
+
+/// Resets a connection. Through a relay, the relays learn it: the other end must not wait for what explains the end, or take it for one that
+/// was meant.
+pub(crate) fn reset(slot: &Slot, fd: c_int) {
+    if let Some(receiving) = slot.try_receiving()
+        && receiving.segment.is_relayed()
+    {
+        receiving.segment.set_over(Over::Lost);
+        receiving.segment.check_relay(&Connection::new(fd));
+    }
+    Connection::new(fd).reset();
 }
 
 unsafe extern "C" {
