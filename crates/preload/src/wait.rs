@@ -182,13 +182,7 @@ impl Watched {
                 let slot = slots::slot(number);
                 slot.sleepers.fetch_add(1, Ordering::SeqCst);
                 slot.is_watched.store(true, Ordering::Relaxed);
-                match slot.receiving() {
-                    Ok(Some(mut receiving)) => {
-                        let slots::Receiving { segment, reader, .. } = &mut receiving;
-                        reader.arm(segment, waker::wakes(number)).unwrap_or(false)
-                    }
-                    _ => true,
-                }
+                data::rearm(slot, number)
             }
             Watched::Epoll(number) => epoll::arm(number),
         }

@@ -383,7 +383,11 @@ fn sleep(which: Which, flags: c_int, left: Option<Duration>, has_part: bool) -> 
     let is_armed = match slot.receiving() {
         Ok(Some(mut receiving)) => {
             let Receiving { segment, reader, .. } = &mut receiving;
-            reader.arm(segment, waker::wakes(number)).unwrap_or(false)
+            let is_empty = reader.arm(segment, waker::wakes(number)).unwrap_or(false);
+            let is_called = reader.has_peer_called(segment);
+            drop(receiving);
+            // A call that came before this end was armed has woken nothing.
+            is_empty && (!is_called || answer_peer(slot, fd))
         }
         _ => false,
     };
@@ -477,13 +481,18 @@ pub(crate) fn disarm_if_looked_at(slot: &Slot, number: u32) {
 
 /// Asks for a doorbell with the next bytes. False if some are readable already.
 pub(crate) fn rearm(slot: &Slot, number: u32) -> bool {
-    match slot.receiving() {
+    let (is_empty, is_called) = match slot.receiving() {
         Ok(Some(mut receiving)) => {
             let Receiving { segment, reader, .. } = &mut receiving;
-            reader.arm(segment, waker::wakes(number)).unwrap_or(false)
+            (reader.arm(segment, waker::wakes(number)).unwrap_or(false), reader.has_peer_called(segment))
         }
-        _ => true,
+        _ => (true, false),
+    };
+    if is_called {
+        // A call that came before this end was armed has woken nothing.
+        answer_peer(slot, slots::local(number).fd.load(Ordering::Relaxed));
     }
+    is_empty
 }
 
 /// Whether the ring has something. Without a system call.
