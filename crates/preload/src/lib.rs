@@ -14,6 +14,7 @@ mod lock;
 mod peers;
 mod process;
 mod real;
+mod recheck;
 mod relay;
 mod relayed;
 mod report;

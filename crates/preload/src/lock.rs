@@ -16,11 +16,13 @@ struct Thread {
     depth: Cell<u32>,
     /// Signals wait until it holds none, and the signals that it had blocked before.
     postponed: Cell<Option<u64>>,
+    /// Handlers of the program that it has run.
+    handled: Cell<u32>,
 }
 
 thread_local! {
     static THREAD: Thread =
-        const { Thread { number: Cell::new(0), depth: Cell::new(0), postponed: Cell::new(None) } };
+        const { Thread { number: Cell::new(0), depth: Cell::new(0), postponed: Cell::new(None), handled: Cell::new(0) } };
 }
 
 /// This thread's number.
@@ -55,6 +57,16 @@ pub(crate) fn is_inside() -> bool {
 /// In a signal handler that has interrupted a thread inside: until it has left, all signals are blocked. `blocked`: those that were.
 pub(crate) fn postpone(blocked: u64) {
     THREAD.with(|thread| thread.postponed.set(Some(thread.postponed.get().unwrap_or(blocked))));
+}
+
+/// This thread is about to run a handler of the program.
+pub(crate) fn note_handler() {
+    THREAD.with(|thread| thread.handled.set(thread.handled.get().wrapping_add(1)));
+}
+
+/// Number of the program's handlers that this thread has run.
+pub(crate) fn handled() -> u32 {
+    THREAD.with(|thread| thread.handled.get())
 }
 
 #[inline]

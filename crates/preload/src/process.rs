@@ -60,6 +60,7 @@ extern "C" fn before_fork() {
     });
     // None, if this is a signal handler that has interrupted a change.
     let changing = slots::CHANGING.lock().ok();
+    epoll::before_fork();
     slots::FORKS.fetch_add(1, Ordering::SeqCst);
     // The child has all descriptors, too.
     slots::each(|number, _| {
@@ -231,7 +232,7 @@ pub(crate) fn before_another_program() {
         }
     });
     // This process may have the other end, too.
-    slots::each(|number, fd| _ = data::honour_closed_ring(slots::slot(number), fd));
+    slots::each(|number, fd| _ = data::answer_peer(slots::slot(number), fd));
 }
 
 /// Something that knows nothing of rings will have a descriptor of this connection.

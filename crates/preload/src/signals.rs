@@ -212,6 +212,7 @@ unsafe extern "C" fn dispatch(signal: c_int, info: *mut siginfo_t, context: *mut
     // SAFETY: the program has set it for this; one that takes a number alone takes no notice of the others.
     let function: unsafe extern "C" fn(c_int, *mut siginfo_t, *mut c_void) =
         unsafe { std::mem::transmute(function(packed)) };
+    lock::note_handler();
     // SAFETY: as above.
     unsafe { function(signal, info, context) };
 }
@@ -222,7 +223,7 @@ unsafe extern "C" fn dispatch(signal: c_int, info: *mut siginfo_t, context: *mut
 /// The arguments are the kernel's, of a handler.
 unsafe fn postpone(signal: c_int, info: *mut siginfo_t, context: *mut ucontext_t) {
     let error = crate::data::errno();
-    block(!NEVER_BLOCKED);
+    block_all();
     // When this returns, the kernel blocks the signals of its own set, which is shorter than the C library's.
     // SAFETY: the kernel's structure has at least these bytes for the set.
     let blocked = unsafe { (&raw mut (*context).uc_sigmask).cast::<u64>() };
@@ -244,17 +245,30 @@ unsafe fn postpone(signal: c_int, info: *mut siginfo_t, context: *mut ucontext_t
     crate::data::fail(error);
 }
 
-fn block(signals: u64) {
+/// Blocks these signals and no others. Returns those that were blocked before.
+fn set_blocked(signals: u64) -> libc::sigset_t {
     // SAFETY: integers throughout.
-    let mut set: libc::sigset_t = unsafe { MaybeUninit::zeroed().assume_init() };
+    let (mut set, mut before): (libc::sigset_t, libc::sigset_t) = unsafe { MaybeUninit::zeroed().assume_init() };
     // SAFETY: the set is longer.
     unsafe {
         (&raw mut set).cast::<u64>().write(signals);
-        libc::pthread_sigmask(libc::SIG_SETMASK, &raw const set, std::ptr::null_mut());
+        libc::pthread_sigmask(libc::SIG_SETMASK, &raw const set, &raw mut before);
     }
+    before
+}
+
+/// Blocks all signals but faults on this thread. Returns those that were blocked before.
+pub(crate) fn block_all() -> libc::sigset_t {
+    set_blocked(!NEVER_BLOCKED)
+}
+
+/// Blocks these signals and no others.
+pub(crate) fn restore(blocked: &libc::sigset_t) {
+    // SAFETY: a set that outlives the call.
+    unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, blocked, std::ptr::null_mut()) };
 }
 
 /// The thread holds no lock any more: signals that were postponed come now.
 pub(crate) fn unblock(blocked: u64) {
-    block(blocked);
+    set_blocked(blocked);
 }

@@ -646,14 +646,21 @@ impl Slot {
 
     /// For a call that sends. `None` if the connection is not accelerated.
     pub(crate) fn sending(&self) -> Result<Option<Sending<'_>>, Reentered> {
-        let guard = self.sending.lock()?;
+        Ok(self.writer_under(self.sending.lock()?))
+    }
+
+    /// As [`Slot::sending`], but `None` also if another call sends.
+    pub(crate) fn try_sending(&self) -> Option<Sending<'_>> {
+        self.writer_under(self.sending.try_lock()?)
+    }
+
+    fn writer_under<'a>(&'a self, guard: Guard<'a>) -> Option<Sending<'a>> {
         if !self.is_accelerated() {
-            return Ok(None);
+            return None;
         }
         // SAFETY: under the lock, which the result keeps; the segment changes under both locks only.
         let (segment, writer) = unsafe { (self.mapped_segment(), (*self.writer.get()).as_mut()) };
-        let (Some(segment), Some(writer)) = (segment, writer) else { return Ok(None) };
-        Ok(Some(Sending { segment, writer, _guard: guard }))
+        Some(Sending { segment: segment?, writer: writer?, _guard: guard })
     }
 
     /// What a switch needs; the guard is of [`Slot::upgrading`].

@@ -3,9 +3,10 @@
 //! They look at the rings first, and ask the kernel when there is nothing. Before they sleep they ask to be woken: by doorbells,
 //! or, from other hosts, by this host's relay ([`crate::waker`]).
 
+use crate::recheck::Sleeps;
 use crate::report::{count, counters};
 use crate::slots::{self, Slot};
-use crate::{data, epoll, lock, real, relay, relayed, report, room, waker};
+use crate::{data, epoll, lock, real, recheck, relay, relayed, report, room, waker};
 use libc::{c_int, pollfd, timespec};
 use std::cell::Cell;
 use std::sync::atomic::{AtomicI32, AtomicU8, Ordering};
@@ -200,6 +201,14 @@ impl Watched {
             Watched::Epoll(number) => epoll::disarm(number),
         }
     }
+
+    /// During a long sleep.
+    fn look_again(self) {
+        match self {
+            Watched::Connection(number) => recheck::look(number, true),
+            Watched::Epoll(number) => epoll::look_again(number),
+        }
+    }
 }
 
 /// Descriptors of a call that are looked at before they are accelerated.
@@ -257,7 +266,7 @@ impl Limit {
     }
 
     /// The one of the two that is over first.
-    fn earlier(self, other: Limit) -> Limit {
+    pub(crate) fn earlier(self, other: Limit) -> Limit {
         match (self.end, other.end) {
             (Some(end), Some(other)) => Limit { end: Some(end.min(other)) },
             (end, other) => Limit { end: end.or(other) },
@@ -280,10 +289,11 @@ impl Limit {
 /// As `ppoll`.
 pub(crate) unsafe fn poll(list: *mut pollfd, count: libc::nfds_t, limit: Limit, mask: *const libc::sigset_t) -> c_int {
     // SAFETY: the caller's promise.
-    let real = |timeout: Option<timespec>| unsafe {
+    let real_with = |timeout: Option<timespec>, mask| unsafe {
         let timeout = timeout.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
         real::ppoll(list, count, timeout, mask)
     };
+    let real = |timeout| real_with(timeout, mask);
     if list.is_null() || count > slots::DESCRIPTORS as libc::nfds_t {
         return real(limit.left());
     }
@@ -317,6 +327,7 @@ pub(crate) unsafe fn poll(list: *mut pollfd, count: libc::nfds_t, limit: Limit, 
     }
     let none = timespec { tv_sec: 0, tv_nsec: 0 };
     let any = |polled: &[pollfd]| polled.iter().any(|one| wants(one).is_some_and(Watched::is_readable));
+    let mut sleeps = Sleeps::new(mask);
     loop {
         if any(polled) {
             let ready = real(Some(none));
@@ -333,7 +344,7 @@ pub(crate) unsafe fn poll(list: *mut pollfd, count: libc::nfds_t, limit: Limit, 
             _ => None,
         });
         let first = (one.next(), one.next());
-        if let (false, (Some(number), None)) = (is_over, first) {
+        if let (false, (Some(number), None)) = (is_over || sleeps.has_begun(), first) {
             let (slot, is_quiet) = (slots::slot(number), Cell::new(false));
             let has_come = spin_for(slot, limit, || any(polled), || is_quiet.set(data::disarm(slot, number)));
             if is_quiet.get() {
@@ -343,21 +354,26 @@ pub(crate) unsafe fn poll(list: *mut pollfd, count: libc::nfds_t, limit: Limit, 
                 continue;
             }
         }
+        if !is_over && !sleeps.may_go_on() {
+            return data::fail(libc::EINTR) as c_int;
+        }
         let begins = lock::undisturbed();
         let asleep = Asleep::begin(polled, wants);
         drop(begins);
         report::count(&counters().sleeps, usize::from(!is_over));
+        let sleep = sleeps.next(limit);
         let limit_now = match (asleep.may_sleep, asleep.is_too_long) {
-            (true, false) => limit.left(),
+            (true, false) if asleep.watched.is_empty() => limit.left(),
+            (true, false) => sleep.left(),
             // There is no place for what would wake it.
             (true, true) => Some(Limit::within(Some(Duration::from_millis(5))).earlier(limit).left().unwrap_or(none)),
             (false, _) => Some(none),
         };
         let ready = if asleep.wakers.is_empty() && asleep.relay.is_none() && !asleep.is_too_long {
-            real(limit_now)
+            real_with(limit_now, sleeps.mask())
         } else {
             // SAFETY: the caller's promise for the mask.
-            unsafe { asleep.poll(polled, limit_now, mask) }
+            unsafe { asleep.poll(polled, limit_now, sleeps.mask()) }
         };
         let error = data::errno();
         let may_sleep = asleep.may_sleep && !asleep.is_too_long;
@@ -370,8 +386,11 @@ pub(crate) unsafe fn poll(list: *mut pollfd, count: libc::nfds_t, limit: Limit, 
         }
         let corrected = correct(polled);
         // Doorbells alone are nothing to tell the program of.
-        if corrected > 0 || ready == 0 && may_sleep || limit.is_over() {
+        if corrected > 0 || limit.is_over() {
             return corrected;
+        }
+        if ready == 0 && may_sleep {
+            polled.iter().filter_map(wants).for_each(Watched::look_again);
         }
     }
 }
@@ -557,7 +576,7 @@ pub(crate) fn is_doorbell(number: u32, fd: c_int) -> bool {
         // What comes with it is on its way.
         return relayed::catch_up_soon(slot, fd) && is_doorbell(number, fd);
     }
-    data::honour_closed_ring(slot, fd);
+    data::answer_peer(slot, fd);
     // What has come since may have had its doorbell discarded with the others. The end of the stream is readable, too, and has no byte.
     !data::is_readable(slot) && connection.ends() == 0
 }

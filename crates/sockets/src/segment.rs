@@ -75,7 +75,9 @@ pub(crate) struct Control {
     pub(crate) armed: AtomicU32,
     /// Relayed: the reader takes nothing more from the ring, and waits until the writer cannot put anything there.
     pub(crate) close_wanted: AtomicU32,
-    _armed: [u8; 120],
+    /// Within a host: the reader wants one doorbell for bytes that the ring has already.
+    pub(crate) asked: AtomicU32,
+    _armed: [u8; 116],
     /// Relayed: so many bytes have come to the far ring, and its reader, if it slept, has been rung.
     pub(crate) settled: AtomicU64,
     /// Relayed: whether doorbells are kept off, or rung just now: [`BELL_FREE`] and what follows.
@@ -113,13 +115,13 @@ pub(crate) const RETURNED_ALL: u64 = 2;
 /// In [`Control::resent`]: the writer has stopped.
 pub(crate) const STOPPED: u64 = 1;
 
-/// In [`Control::bell`]: doorbells may be rung.
-pub(crate) const BELL_FREE: u32 = 0;
 /// In [`Control::call_wanted`]: the relay has not begun to call.
 pub(crate) const CALL_WANTED: u32 = 1;
 /// In [`Control::call_wanted`]: the far end has not answered, or is to be rung.
 pub(crate) const CALLING: u32 = 2;
 
+/// In [`Control::bell`]: doorbells may be rung.
+pub(crate) const BELL_FREE: u32 = 0;
 /// In [`Control::bell`]: one is being rung, or the ring closed.
 pub(crate) const BELL_RELAY: u32 = 1;
 /// In [`Control::bell`]: the writer begins a run, so none may be.
@@ -249,6 +251,7 @@ impl Segment {
                 &control.done,
                 &control.reader,
                 &control.close_wanted,
+                &control.asked,
                 &control.bell,
                 &control.call_wanted,
                 &control.woken,

@@ -83,6 +83,10 @@ counters! {
     io_uring,
     /// Ends with small messages that needed a doorbell each.
     doorbells_only,
+    /// Times that a call which slept found bytes by looking again, because no doorbell had come for them.
+    missed,
+    /// Doorbells for bytes that the reader had left in the ring for a while: it may have missed the first one.
+    repeated,
 }
 
 /// Most bytes of the file that the library writes for `--explain`.

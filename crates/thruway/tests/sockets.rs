@@ -754,6 +754,19 @@ fn a_request_is_read_by_a_process_that_has_started_another_program() {
     assert!(counted["demoted"] > 0, "{counted:?}");
 }
 
+/// The doorbell is suppressed: the call that sleeps looks again, and the sender rings again for a sleeper that the library does not see.
+#[test]
+fn bytes_without_a_doorbell_end_a_sleep_nevertheless() {
+    let counted = counters(&compare_in_c("missed", STATS));
+    assert!(counted["accelerated"] >= 30 && counted["missed"] > 0 && counted["repeated"] > 0, "{counted:?}");
+}
+
+#[test]
+fn signal_handlers_end_waits_as_on_tcp() {
+    let counted = counters(&compare_in_c("interrupted", STATS));
+    assert!(counted["accelerated"] == 6, "{counted:?}");
+}
+
 #[test]
 fn a_program_may_look_at_a_connection_that_another_one_reads() {
     compare_in_c("looked", RUN);

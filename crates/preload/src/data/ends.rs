@@ -128,11 +128,12 @@ pub(crate) fn before_shutdown(slot: &Slot, fd: c_int, directions: u8) {
     }
 }
 
-/// The peer has handed its end to something that reads plain TCP: that is sent again what it has not taken from the ring.
-/// False if TCP has no room for all of it yet.
-pub(crate) fn honour_closed_ring(slot: &Slot, fd: c_int) -> bool {
+/// Does what the peer waits for. If it has handed its end to something that reads plain TCP, that is sent again what it has not taken from the
+/// ring; false if TCP has no room for all of it yet. If it has asked for a doorbell, rings.
+pub(crate) fn answer_peer(slot: &Slot, fd: c_int) -> bool {
     let Ok(Some(mut sending)) = slot.sending() else { return true };
     let Sending { segment, writer, .. } = &mut sending;
+    writer.answer(segment, &Connection::new(fd));
     if !writer.is_closed_by_reader(segment) || slot.plain_sends.load(Ordering::SeqCst) > 0 {
         return true;
     }
@@ -149,7 +150,7 @@ pub(crate) fn honour_closed_ring(slot: &Slot, fd: c_int) -> bool {
 const PEER_MAX: Duration = Duration::from_secs(2);
 const STEP: Duration = Duration::from_millis(100);
 
-/// As [`honour_closed_ring`], before the connection is closed or handed over: for two seconds at most. False if the reader has not been sent
+/// As [`answer_peer`], before the connection is closed or handed over: for two seconds at most. False if the reader has not been sent
 /// all of it by then: what follows must not look like the end.
 fn honour_before_end(slot: &Slot, fd: c_int) -> bool {
     let connection = Connection::new(fd);
@@ -186,6 +187,17 @@ fn call_peer(slot: &Slot, fd: c_int) -> bool {
     }
     writer.call(segment, &connection);
     !writer.is_tcp()
+}
+
+/// Has the peer ring for bytes that the ring has already: what waits for them waits for the kernel alone, and this process cannot wake it. Within
+/// a host.
+pub(crate) fn ask_for_doorbell(number: u32) {
+    let slot = slots::slot(number);
+    match slot.receiving() {
+        Ok(Some(receiving)) if !receiving.segment.is_relayed() => receiving.reader.ask(&receiving.segment),
+        _ => return,
+    }
+    call_peer(slot, slots::local(number).fd.load(Ordering::Relaxed));
 }
 
 /// Number of attempts to call a peer, and the time between them: a peer that has just read the last bytes may not have seen yet that the
@@ -242,7 +254,7 @@ fn return_unread(slot: &Slot, fd: c_int, receiving: &mut Receiving<'_>) -> bool 
             // The peer may be in this process.
             slots::each(|number, other| {
                 if !std::ptr::eq(slots::slot(number), slot) {
-                    honour_closed_ring(slots::slot(number), other);
+                    answer_peer(slots::slot(number), other);
                 }
             });
         }

@@ -1,6 +1,6 @@
 //! Calls that receive.
 
-use super::{NOT_ACCELERATED, Which, broken, check_cancelled, errno, fail, honour_closed_ring, keep_error, waits};
+use super::{NOT_ACCELERATED, Which, answer_peer, broken, check_cancelled, errno, fail, keep_error, waits};
 use crate::relayed::{catch_up, is_all_here, is_lost};
 use crate::report::{count, counters};
 use crate::slots::{self, Receiving, Slot, phase};
@@ -202,15 +202,15 @@ unsafe fn receive_accelerated(
                 true => quiesce(slot, number, &connection, segment, reader, true).unwrap_or(true),
                 false => reader.arm(segment, waker::wakes(number)) != Ok(false),
             };
-            let has_peer_closed = reader.has_peer_closed(segment);
+            let has_peer_called = reader.has_peer_called(segment);
             let has_doorbell =
                 is_empty || is_looked_at || !wait::may_be_left(number) || reader.is_announced(segment, &connection);
             drop(receiving);
             if is_empty || is_quiet || !has_doorbell {
                 wait::note_drained(number);
             }
-            if has_peer_closed {
-                honour_closed_ring(slot, fd);
+            if has_peer_called {
+                answer_peer(slot, fd);
             }
             if !has_doorbell {
                 epoll::announce(number);
@@ -229,11 +229,11 @@ unsafe fn receive_accelerated(
         if sum > 0 && is_drained && !waits_for_all {
             count(&counters().ring_receives, 1);
             switch::after_ring_call(slot);
-            let has_peer_closed = reader.has_peer_closed(segment);
+            let has_peer_called = reader.has_peer_called(segment);
             drop(receiving);
             wait::note_drained(number);
-            if has_peer_closed {
-                honour_closed_ring(slot, fd);
+            if has_peer_called {
+                answer_peer(slot, fd);
             }
             return Ok(sum);
         }
@@ -285,7 +285,7 @@ unsafe fn receive_accelerated(
             }
             std::thread::yield_now();
         }
-        let has_sent_again = honour_closed_ring(slot, fd);
+        let has_sent_again = answer_peer(slot, fd);
         wait::note_drained(number);
         if busy_polls && wait::spin(slot, wait::Limit::within(None), || is_readable(slot)) {
             continue;

@@ -9,17 +9,18 @@ mod registration;
 mod state;
 
 use crate::lock::{Guard, Lock};
+use crate::recheck::Sleeps;
 use crate::report::{count, counters};
 use crate::wait::{self, Limit};
 use crate::{data, real, relay, room, slots, switch, waker};
-use libc::{c_int, epoll_event, timespec};
+use libc::{c_int, epoll_event, sigset_t, timespec};
 use registration::{
     EDGE, ENDS, ONE_SHOT, READABLE, Registration, SPECIAL, WRITABLE, arm_connection, weight, with_room,
 };
 use rustix::event::epoll::{EventData, EventFlags};
 use state::{KERNEL_EVERY, State, forget};
 use std::cell::UnsafeCell;
-use std::sync::atomic::{AtomicBool, AtomicI32, AtomicPtr, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicPtr, AtomicU8, AtomicU32, Ordering};
 
 /// Epoll instances that a process may have at a time and that are looked after.
 const INSTANCES: usize = 4096;
@@ -36,6 +37,10 @@ pub(crate) struct Instance {
     is_foreign: AtomicBool,
     /// Another instance has it registered, whose waiters are not seen here.
     is_nested: AtomicBool,
+    /// One of [`ALONE`] and what follows it.
+    others: AtomicU8,
+    /// It has other instances registered.
+    has_inner: AtomicBool,
     /// Its descriptors.
     descriptors: AtomicU32,
     /// A descriptor that is registered with it to wake what sleeps there; 0 before it is needed, and -1 where it cannot be had.
@@ -47,6 +52,13 @@ pub(crate) struct Instance {
     ep: AtomicI32,
     is_used: AtomicBool,
 }
+
+/// In [`Instance::others`]: no other process has it.
+const ALONE: u8 = 0;
+/// In [`Instance::others`]: a child or parent of this process may have it, whose library takes back what is written to the bell.
+const FORKED: u8 = 1;
+/// In [`Instance::others`]: any program may have it, and would take an event of the bell for one of its own.
+const HANDED: u8 = 2;
 
 // SAFETY: the state is used under the lock.
 unsafe impl Sync for Instance {}
@@ -99,6 +111,8 @@ pub(crate) fn add(fd: c_int) {
         instance.connections.store(0, Ordering::Relaxed);
         instance.is_foreign.store(false, Ordering::Relaxed);
         instance.is_nested.store(false, Ordering::Relaxed);
+        instance.has_inner.store(false, Ordering::Relaxed);
+        instance.others.store(ALONE, Ordering::Relaxed);
         instance.descriptors.store(1, Ordering::Relaxed);
         instance.bell.store(0, Ordering::Relaxed);
         instance.relay.store(0, Ordering::Relaxed);
@@ -130,6 +144,18 @@ impl Instance {
         let bell = self.bell.load(Ordering::Relaxed);
         if bell > 0 {
             let _ = rustix::io::write(slots::borrow(bell), &1u64.to_ne_bytes());
+        }
+    }
+
+    /// Wakes what sleeps on it, also in other processes: the ring of this connection has something that the kernel does not know of.
+    fn wake(&self, connection: u32) {
+        let others = self.others.load(Ordering::SeqCst);
+        if others != HANDED {
+            self.ring(self.ep.load(Ordering::Relaxed));
+        }
+        if others != ALONE {
+            // Whichever process waits first takes back the bell.
+            data::ask_for_doorbell(connection);
         }
     }
 
@@ -231,19 +257,47 @@ pub(crate) fn remove(fd: c_int, number: u32) {
     instance.is_used.store(false, Ordering::Release);
 }
 
-/// Another instance has this one registered: connections ring for it always.
-fn set_nested(number: u32, ep: c_int) {
+/// Something that is not seen here waits for this instance: connections ring for it always, and those that have bytes already wake it.
+fn rely_on_doorbells(number: u32) {
     let Some(instance) = instance(number) else { return };
     instance.is_nested.store(true, Ordering::SeqCst);
     let Ok(mut guard) = instance.lock.lock() else { return };
     let state = instance.state(&mut guard);
-    let mut is_quiet = true;
-    for one in state.registrations.iter().filter(|one| one.fd >= 0) {
-        is_quiet &= arm_connection(one.number);
-    }
+    let registrations = state.registrations.iter().filter(|one| one.fd >= 0);
+    let loud: Vec<u32> = registrations.map(|one| one.number).filter(|number| !arm_connection(*number)).collect();
     drop(guard);
-    if !is_quiet {
-        instance.ring(ep);
+    for connection in loud {
+        instance.wake(connection);
+    }
+}
+
+/// Another process is about to be given an instance, which may have others registered.
+pub(crate) fn hand_over(number: u32) {
+    let Some(handed) = instance(number) else { return };
+    let has_inner = handed.has_inner.load(Ordering::Relaxed);
+    for (other, instance) in instances().enumerate() {
+        let is_handed = other as u32 == number || has_inner && instance.is_nested.load(Ordering::Relaxed);
+        if !is_handed || !instance.is_used.load(Ordering::SeqCst) {
+            continue;
+        }
+        instance.others.store(HANDED, Ordering::SeqCst);
+        instance.quiet_bell();
+        if let Ok(mut guard) = instance.lock.lock() {
+            let registrations = &instance.state(&mut guard).registrations;
+            for one in registrations.iter().filter(|one| one.fd >= 0) {
+                waker::unregister(other as u32, instance.ep.load(Ordering::Relaxed), one.number);
+            }
+        }
+        rely_on_doorbells(other as u32);
+    }
+}
+
+/// Before this process forks.
+pub(crate) fn before_fork() {
+    for instance in instances() {
+        if instance.is_used.load(Ordering::SeqCst) {
+            instance.others.fetch_max(FORKED, Ordering::SeqCst);
+        }
     }
 }
 
@@ -276,7 +330,8 @@ pub(crate) unsafe fn control(
         let result = plain();
         if result == 0 {
             // One within another: the outer one is woken by the kernel alone.
-            set_nested(inner, fd);
+            instance.has_inner.store(true, Ordering::Relaxed);
+            rely_on_doorbells(inner);
         }
         return result;
     }
@@ -326,6 +381,7 @@ pub(crate) unsafe fn control(
                 is_muted: false,
                 is_owed_room: false,
                 is_leaving: false,
+                is_inherited: false,
             };
             let at = state.free.pop().map_or_else(
                 || {
@@ -402,7 +458,7 @@ pub(crate) unsafe fn control(
         }
         drop(guard);
         if must_ring {
-            instance.ring(ep);
+            instance.wake(connection);
             if !is_alone {
                 announce(connection);
             }
@@ -521,9 +577,8 @@ pub(crate) fn note_drained(number: u32, connection: u32) {
         state.heat(at as u32);
         // A thread that has gone to sleep meanwhile has not seen it among those to look at.
         if !has_no_sleeper(number) && !arm_connection(connection) {
-            let fd = instance.ep.load(Ordering::Relaxed);
             drop(guard);
-            instance.ring(fd);
+            instance.wake(connection);
         }
     }
 }
@@ -531,28 +586,28 @@ pub(crate) fn note_drained(number: u32, connection: u32) {
 /// Bytes lie in the ring that no doorbell announces. Wakes what sleeps in the kernel on the instances that have the connection registered, also
 /// by another instance around them; the next wait looks at the ring.
 pub(crate) fn announce(connection: u32) {
-    announce_if(connection, |number| !has_no_sleeper(number));
+    announce_if(connection, false, |number| !has_no_sleeper(number));
 }
 
-/// As [`announce`], before a fork: the child waits for the kernel.
+/// As [`announce`], before a fork: the child waits for the kernel, and looks at these connections until it has read them.
 pub(crate) fn announce_to_child(connection: u32) {
-    announce_if(connection, |_| true);
+    announce_if(connection, true, |_| true);
 }
 
-fn announce_if(connection: u32, rings: impl Fn(u32) -> bool) {
+fn announce_if(connection: u32, is_for_child: bool, rings: impl Fn(u32) -> bool) {
     for (number, instance) in instances().enumerate() {
         let is_used = instance.is_used.load(Ordering::SeqCst) && instance.connections.load(Ordering::SeqCst) > 0;
-        // The other process could not take the signal back.
-        if !is_used || instance.is_foreign.load(Ordering::Relaxed) {
+        if !is_used {
             continue;
         }
         let Ok(mut guard) = instance.lock.lock() else { continue };
         let state = instance.state(&mut guard);
         let Some(at) = state.find(connection, None) else { continue };
         state.heat(at as u32);
+        state.registrations[at].is_inherited |= is_for_child;
         drop(guard);
         if rings(number as u32) {
-            instance.ring(instance.ep.load(Ordering::Relaxed));
+            instance.wake(connection);
         }
     }
 }
@@ -583,7 +638,8 @@ pub(crate) fn arm(number: u32) -> bool {
         if one.fd >= 0 {
             let slot = slots::slot(one.number);
             let ep = instance.ep.load(Ordering::Relaxed);
-            if !is_foreign && one.events & SPECIAL == 0 && one.events & libc::EPOLLIN as u32 != 0 {
+            let has_waker = !is_foreign && instance.others.load(Ordering::Relaxed) != HANDED;
+            if has_waker && one.events & SPECIAL == 0 && one.events & libc::EPOLLIN as u32 != 0 {
                 waker::register(number, ep, one.number, one.events, one.data);
             }
             let is_empty = one.events & READABLE == 0 || arm_connection(one.number);
@@ -595,6 +651,46 @@ pub(crate) fn arm(number: u32) -> bool {
         }
     }
     is_quiet
+}
+
+/// During a long sleep: see [`crate::recheck`].
+pub(crate) fn look_again(number: u32) {
+    let Some(instance) = instance(number) else { return };
+    let Ok(mut guard) = instance.lock.lock() else { return };
+    let is_foreign = instance.is_foreign.load(Ordering::Relaxed);
+    let state = instance.state(&mut guard);
+    state.look_again(is_foreign);
+    let is_seen = !is_foreign && instance.others.load(Ordering::Relaxed) != HANDED;
+    let rings = is_seen && instance.is_nested.load(Ordering::Relaxed) && state.is_readable();
+    drop(guard);
+    if rings {
+        instance.ring(instance.ep.load(Ordering::Relaxed));
+    }
+}
+
+/// Waits for what only the kernel can say: of an instance that has others registered, or that several processes have.
+fn wait_for_kernel(
+    number: u32,
+    limit: Limit,
+    mut sleeps: Sleeps,
+    real: impl Fn(Option<timespec>, *const sigset_t) -> c_int,
+) -> c_int {
+    loop {
+        let sleep = sleeps.next(limit);
+        let ready = real(sleep.left(), sleeps.mask());
+        if ready != 0 || limit.is_over() {
+            return ready;
+        }
+        if !sleeps.may_go_on() {
+            return data::fail(libc::EINTR) as c_int;
+        }
+        look_again(number);
+        for (inner, instance) in instances().enumerate() {
+            if instance.is_used.load(Ordering::Relaxed) && instance.is_nested.load(Ordering::Relaxed) {
+                look_again(inner as u32);
+            }
+        }
+    }
 }
 
 /// After sleeping on it.
@@ -623,8 +719,9 @@ pub(crate) unsafe fn wait(
     events: *mut epoll_event,
     max: c_int,
     limit: impl FnOnce() -> Limit,
+    mask: *const sigset_t,
     plain: impl FnOnce() -> c_int,
-    real: impl Fn(*mut epoll_event, c_int, Option<timespec>) -> c_int,
+    real: impl Fn(*mut epoll_event, c_int, Option<timespec>, *const sigset_t) -> c_int,
 ) -> c_int {
     let number = slots::find_epoll(ep);
     let found = number.and_then(|number| instance(number).map(|instance| (number, instance)));
@@ -634,11 +731,29 @@ pub(crate) unsafe fn wait(
         let has_none = instance.connections.load(Ordering::SeqCst) == 0 || !switch::has_accelerated();
         has_none || instance.is_foreign.load(Ordering::Relaxed) || max <= 0 || events.is_null()
     };
+    if instance.is_foreign.load(Ordering::Relaxed) && max > 0 && !events.is_null() {
+        // SAFETY: the caller's promise.
+        let out = unsafe { std::slice::from_raw_parts_mut(events, max as usize) };
+        let first = instance.lock.lock().map_or(0, |mut guard| instance.state(&mut guard).inherited(out));
+        if first > 0 {
+            let rest = &mut out[first..];
+            let none = timespec { tv_sec: 0, tv_nsec: 0 };
+            let more = if rest.is_empty() { 0 } else { real(rest.as_mut_ptr(), rest.len() as c_int, Some(none), mask) };
+            return merge(instance, out, first, more.max(0) as usize) as c_int;
+        }
+    }
     let mut plain_ready = None;
     if is_plain() {
         // Connections may be accelerated while this thread sleeps. What has been until it counted as a sleeper is looked at.
         instance.sleepers.fetch_add(1, Ordering::SeqCst);
-        plain_ready = is_plain().then(plain);
+        let is_kernels = || {
+            let is_seen = !instance.has_inner.load(Ordering::Relaxed) && !instance.is_foreign.load(Ordering::Relaxed);
+            !is_seen && switch::has_accelerated() && max > 0 && !events.is_null()
+        };
+        plain_ready = is_plain().then(|| match is_kernels() {
+            true => wait_for_kernel(number, limit, Sleeps::new(mask), |limit, mask| real(events, max, limit, mask)),
+            false => plain(),
+        });
         instance.sleepers.fetch_sub(1, Ordering::SeqCst);
     }
     if let Some(ready) = plain_ready {
@@ -661,6 +776,7 @@ pub(crate) unsafe fn wait(
     // SAFETY: the caller's promise.
     let out = unsafe { std::slice::from_raw_parts_mut(events, max as usize) };
     let none = timespec { tv_sec: 0, tv_nsec: 0 };
+    let mut sleeps = Sleeps::new(mask);
     loop {
         let mut asks_kernel = false;
         let mut has_hot = false;
@@ -679,7 +795,7 @@ pub(crate) unsafe fn wait(
             }
         }
         if found == 0 && asks_kernel && has_hot {
-            let ready = real(out.as_mut_ptr(), max, Some(none));
+            let ready = real(out.as_mut_ptr(), max, Some(none), mask);
             if ready > 0 {
                 found = correct(instance, &mut out[..ready as usize]);
             }
@@ -691,14 +807,14 @@ pub(crate) unsafe fn wait(
         if found > 0 {
             if asks_kernel {
                 let rest = &mut out[found..];
-                let more = real(rest.as_mut_ptr(), rest.len() as c_int, Some(none));
+                let more = real(rest.as_mut_ptr(), rest.len() as c_int, Some(none), mask);
                 if more > 0 {
                     found = merge(instance, out, found, more as usize);
                 }
             }
             return found as c_int;
         }
-        if has_hot && !limit.is_over() {
+        if has_hot && !sleeps.has_begun() && !limit.is_over() {
             let is_ready = || instance.lock.lock().is_ok_and(|mut guard| instance.state(&mut guard).is_readable());
             if wait::spin_with(&instance.luck, limit, is_ready, || ()) {
                 continue;
@@ -706,7 +822,7 @@ pub(crate) unsafe fn wait(
         }
         if limit.is_over() {
             // Only a look.
-            let mut ready = real(out.as_mut_ptr(), max, Some(none));
+            let mut ready = real(out.as_mut_ptr(), max, Some(none), mask);
             for _ in 0..2 {
                 if ready <= 0 {
                     return ready;
@@ -716,21 +832,28 @@ pub(crate) unsafe fn wait(
                     return kept;
                 }
                 // What was nothing to tell of may have made something else ready.
-                ready = real(out.as_mut_ptr(), max, Some(none));
+                ready = real(out.as_mut_ptr(), max, Some(none), mask);
             }
             return if ready > 0 { correct(instance, &mut out[..ready as usize]) as c_int } else { ready };
         }
+        if !sleeps.may_go_on() {
+            return data::fail(libc::EINTR) as c_int;
+        }
         let may_sleep = arm(number);
         count(&counters().sleeps, 1);
-        let ready = real(out.as_mut_ptr(), max, if may_sleep { limit.left() } else { Some(none) });
+        let sleep = sleeps.next(limit).left();
+        let ready = real(out.as_mut_ptr(), max, if may_sleep { sleep } else { Some(none) }, sleeps.mask());
         let error = data::errno();
         disarm(number);
         if ready < 0 {
             return data::fail(error) as c_int;
         }
         let kept = correct(instance, &mut out[..ready as usize]);
-        if kept > 0 || ready == 0 && may_sleep || limit.is_over() {
+        if kept > 0 || limit.is_over() {
             return kept as c_int;
+        }
+        if ready == 0 && may_sleep {
+            look_again(number);
         }
     }
 }
@@ -848,7 +971,7 @@ pub(crate) unsafe fn real_wait(
     events: *mut epoll_event,
     max: c_int,
     limit: Option<timespec>,
-    mask: *const libc::sigset_t,
+    mask: *const sigset_t,
 ) -> c_int {
     let milliseconds = limit.map_or(-1, |limit| {
         let whole = limit.tv_sec.saturating_mul(1000).saturating_add((limit.tv_nsec + 999_999) / 1_000_000);

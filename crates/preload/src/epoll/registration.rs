@@ -35,6 +35,8 @@ pub(super) struct Registration {
     pub(super) is_owed_room: bool,
     /// Its descriptor is closed, or about to be, and the kernel's registration cannot be changed.
     pub(super) is_leaving: bool,
+    /// In a child: the ring had bytes before the fork that no doorbell has announced, and has not been seen empty since.
+    pub(super) is_inherited: bool,
 }
 
 /// What a registration counts for: a connection with one that counts for one is looked at, any other rings.

@@ -1,7 +1,7 @@
 //! What an epoll instance has registered, and which of it is looked at.
 
-use super::registration::{READABLE, Registration, arm_connection, weight};
-use crate::{room, slots};
+use super::registration::{EDGE, READABLE, Registration, SPECIAL, arm_connection, weight};
+use crate::{data, recheck, room, slots};
 use libc::{c_int, epoll_event};
 use std::collections::HashMap;
 use std::sync::atomic::Ordering;
@@ -146,6 +146,39 @@ impl State {
             }
         }
         self.hot.truncate(kept);
+        found
+    }
+
+    /// During a long sleep: makes each connection with bytes one to look at, also those that are left to doorbells. `is_foreign`: another
+    /// process has the instance, too, and the kernel tells what is to be read.
+    pub(super) fn look_again(&mut self, is_foreign: bool) {
+        for at in 0..self.registrations.len() {
+            let one = &self.registrations[at];
+            if one.fd < 0 || !slots::slot(one.number).is_accelerated() {
+                continue;
+            }
+            let (number, slot) = (one.number, slots::slot(one.number));
+            let is_told = one.events & EDGE != 0 && one.is_told(slot);
+            let is_wanted = !is_foreign && one.events & READABLE != 0 && one.events & SPECIAL == 0 && !is_told;
+            recheck::look(number, is_wanted);
+            if is_wanted && data::is_readable(slot) {
+                self.heat(at as u32);
+            }
+        }
+    }
+
+    /// Events of connections that had bytes before this process was forked; the number of them.
+    pub(super) fn inherited(&mut self, out: &mut [epoll_event]) -> usize {
+        let mut found = 0;
+        for one in self.registrations.iter_mut().filter(|one| one.is_inherited && one.fd >= 0) {
+            let is_wanted = one.events & READABLE != 0 && one.events & SPECIAL == 0;
+            one.is_inherited = is_wanted && data::is_readable(slots::slot(one.number));
+            if one.is_inherited && found < out.len() {
+                out[found] = epoll_event { events: READABLE & one.events, u64: one.data };
+                found += 1;
+                one.is_inherited = one.events & EDGE == 0;
+            }
+        }
         found
     }
 

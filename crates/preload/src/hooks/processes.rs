@@ -1,7 +1,7 @@
 //! Hooks that fork, start programs, and end.
 
 use crate::slots;
-use crate::{process, real};
+use crate::{process, real, recheck};
 use libc::{c_char, c_int, c_ulong, c_void, pid_t};
 
 #[unsafe(no_mangle)]
@@ -92,6 +92,8 @@ pub(crate) unsafe extern "C" fn posix_spawnp(
 pub(crate) unsafe extern "C" fn prctl(option: c_int, a: c_ulong, b: c_ulong, c: c_ulong, d: c_ulong) -> c_int {
     if option == libc::PR_SET_SECCOMP && a == c_ulong::from(libc::SECCOMP_MODE_STRICT) {
         process::before_strict_mode();
+    } else if option == libc::PR_SET_SECCOMP {
+        recheck::note_filter();
     }
     unsafe { real::prctl(option, a, b, c, d) }
 }

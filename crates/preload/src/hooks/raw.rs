@@ -2,7 +2,7 @@
 //! liburing's functions that make a ring.
 
 use super::{descriptors, receiving, sending, waiting};
-use crate::{data, process, real, uring};
+use crate::{data, process, real, recheck, uring};
 use libc::{c_int, c_long, c_uint, c_void};
 
 #[unsafe(no_mangle)]
@@ -51,6 +51,10 @@ pub(crate) unsafe extern "C" fn syscall(
             libc::SYS_sendmmsg => sending::sendmmsg(fd, b as _, c as _, d as _).into(),
             libc::SYS_sendfile => sending::sendfile(fd, b as _, c as _, d as _) as _,
             libc::SYS_splice => sending::splice(fd, b as _, c as _, d as _, e as _, f as _) as _,
+            libc::SYS_seccomp => {
+                recheck::note_filter();
+                real()
+            }
             libc::SYS_prctl => super::processes::prctl(fd, b as _, c as _, d as _, e as _).into(),
             libc::SYS_close => descriptors::close(fd).into(),
             libc::SYS_close_range => descriptors::close_range(a as _, b as _, c as _).into(),

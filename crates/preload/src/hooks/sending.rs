@@ -5,7 +5,7 @@ use super::{list, piece};
 use crate::data::fail;
 use crate::report::{Reason, stays};
 use crate::slots;
-use crate::{data, process, real};
+use crate::{data, epoll, process, real};
 use libc::{c_int, c_long, c_uint, c_void, iovec, mmsghdr, msghdr, off64_t, size_t, socklen_t, ssize_t};
 use std::sync::atomic::Ordering;
 use thruway_sockets::iovecs::{CALL_MAX, Pieces};
@@ -154,6 +154,8 @@ unsafe fn hand_over_rights(message: *const msghdr) {
                 let fd = unsafe { files.add(i).read_unaligned() };
                 if let Some(number) = slots::find(fd) {
                     process::hand_over(number, fd, true);
+                } else if let Some(number) = slots::find_epoll(fd) {
+                    epoll::hand_over(number);
                 }
             }
         }

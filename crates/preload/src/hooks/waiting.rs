@@ -129,8 +129,8 @@ pub(crate) unsafe extern "C" fn epoll_pwait(
 ) -> c_int {
     let limit = || Limit::of_milliseconds(timeout);
     let plain = || unsafe { real::epoll_pwait(ep, events, max, timeout, mask) };
-    let real = |events, max, limit| unsafe { epoll::real_wait(ep, events, max, limit, mask) };
-    unsafe { epoll::wait(ep, events, max, limit, plain, real) }
+    let real = |events, max, limit, mask| unsafe { epoll::real_wait(ep, events, max, limit, mask) };
+    unsafe { epoll::wait(ep, events, max, limit, mask, plain, real) }
 }
 
 #[unsafe(no_mangle)]
@@ -146,9 +146,9 @@ pub(crate) unsafe extern "C" fn epoll_pwait2(
     }
     let limit = || Limit::of(unsafe { timeout.as_ref() });
     let plain = || unsafe { real::epoll_pwait2(ep, events, max, timeout, mask) };
-    let real = |events, max, limit: Option<timespec>| unsafe {
+    let real = |events, max, limit: Option<timespec>, mask| unsafe {
         let limit = limit.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
         real::epoll_pwait2(ep, events, max, limit, mask)
     };
-    unsafe { epoll::wait(ep, events, max, limit, plain, real) }
+    unsafe { epoll::wait(ep, events, max, limit, mask, plain, real) }
 }

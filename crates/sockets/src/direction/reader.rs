@@ -762,9 +762,17 @@ impl Reader {
         &segment.control(self.direction).tail
     }
 
-    /// True after the peer has closed the ring of the other direction, to which this end writes.
-    pub fn has_peer_closed(&self, segment: &Segment) -> bool {
-        segment.control(1 - self.direction).tail.load(Ordering::Relaxed) & CLOSED != 0
+    /// Within a host: asks for a doorbell also for bytes that the ring has already, when the peer makes its next call; see [`Writer::answer`](super::Writer::answer).
+    pub fn ask(&self, segment: &Segment) {
+        let control = segment.control(self.direction);
+        control.armed.store(WakeBy::Doorbell as u32, Ordering::SeqCst);
+        control.asked.store(1, Ordering::SeqCst);
+    }
+
+    /// True if the peer waits for an act of this end's writer: it has closed the ring to which this end writes, or has asked for a doorbell.
+    pub fn has_peer_called(&self, segment: &Segment) -> bool {
+        let control = segment.control(1 - self.direction);
+        control.tail.load(Ordering::Relaxed) & CLOSED != 0 || control.asked.load(Ordering::Relaxed) != 0
     }
 
     /// True after this end has closed the ring.
@@ -881,6 +889,10 @@ impl Reader {
             self.comes_again = word & BY_TCP == 0 && !is_gone;
             // Steps over runs that have ended.
             self.find(segment, tcp)?;
+            // From another host, the run by which they come again may be known already: the only one without an end.
+            let last = control.runs[opened.wrapping_sub(1) as usize % RUNS].end.load(Ordering::Acquire);
+            let has_begun = self.comes_again && segment.is_relayed() && last == OPEN;
+            let opened = opened.wrapping_sub(u32::from(has_begun));
             // Bytes of the ring before a run that had begun would come again behind it.
             let unread = (word >> POSITION).wrapping_sub(self.head).min(segment.ring_size() as u64);
             let is_before_run = if self.comes_again { self.run != opened } else { true };
@@ -889,10 +901,6 @@ impl Reader {
         if self.missing > 0 {
             return Ok(self.missing);
         }
-            // From another host, the run by which they come again may be known already: the only one without an end.
-            let last = control.runs[opened.wrapping_sub(1) as usize % RUNS].end.load(Ordering::Acquire);
-            let has_begun = self.comes_again && segment.is_relayed() && last == OPEN;
-            let opened = opened.wrapping_sub(u32::from(has_begun));
         loop {
             let found = self.find(segment, tcp)?;
             if found == Found::Nothing {

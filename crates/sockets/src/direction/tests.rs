@@ -445,6 +445,27 @@ fn bytes_that_arrive_while_doorbells_are_discarded_have_one() {
     }
 }
 
+/// Bytes that nothing announced are announced once, when they have been unread from one look to the next; the doorbell is no data.
+#[test]
+fn unread_bytes_have_one_more_doorbell() {
+    let (segment, fd) = Segment::create(RING).unwrap();
+    let other = Segment::adopt(&fd).unwrap();
+    let tcp = Fake::new(1 << 20);
+    let (mut writer, mut reader) = read_all(&segment, &other, &tcp, 2);
+    reader.rearm(&other, &tcp, WakeBy::Doorbell).unwrap();
+    reader.disarm(&other);
+    assert!(!writer.ring_again(&segment, &tcp) && !writer.ring_again(&segment, &tcp), "all is read");
+    assert_eq!(send(&mut writer, &segment, &tcp, 20, 10, true), 10);
+    assert_eq!(tcp.available().unwrap(), 0);
+    assert!(!writer.ring_again(&segment, &tcp), "they have just come");
+    assert!(writer.ring_again(&segment, &tcp));
+    assert_eq!(tcp.available().unwrap(), 1);
+    assert!(!writer.ring_again(&segment, &tcp) && !writer.ring_again(&segment, &tcp), "once");
+    assert_eq!(receive(&mut reader, &other, &tcp, 20, false).len(), 10);
+    assert!(reader.rearm(&other, &tcp, WakeBy::Doorbell).unwrap().has_discarded);
+    assert_eq!((tcp.available().unwrap(), reader.unread(&other, &tcp).unwrap()), (0, 0));
+}
+
 /// The peer goes to TCP and back without a byte, and writes, at any system call of a search for bytes. Another process waits for the kernel
 /// alone.
 #[test]

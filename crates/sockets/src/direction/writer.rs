@@ -34,6 +34,11 @@ pub struct Writer {
     run_ring: u64,
     /// Set once this end has stopped for bytes that the reader returns.
     stop: Option<Stop>,
+    /// Position of this end at the last [`Writer::ring_again`], modulo 2^32, and whether that has rung for the bytes up to it.
+    seen: u32,
+    has_rung_again: bool,
+    /// Position of this end when a doorbell was last rung, modulo 2^32.
+    bell: u32,
 }
 
 /// A stop until the reader has returned the unread part of the stream.
@@ -62,6 +67,9 @@ impl Writer {
             owed: 0,
             run_ring: 0,
             stop: None,
+            seen: 0,
+            has_rung_again: false,
+            bell: 0,
         }
     }
 
@@ -337,6 +345,35 @@ impl Writer {
         }
     }
 
+    /// Rings if the reader has asked for it ([`Reader::ask`](super::Reader::ask)) and has unread bytes. While bytes go by TCP, these wake it.
+    pub fn answer(&self, segment: &Segment, tcp: &impl Tcp) {
+        let control = segment.control(self.direction);
+        let is_asked = !self.is_tcp && control.asked.load(Ordering::Relaxed) != 0;
+        if is_asked && control.asked.swap(0, Ordering::SeqCst) != 0 && self.unread(segment) > 0 {
+            self.call(segment, tcp);
+        }
+    }
+
+    /// Rings once more if bytes are unread that were written before the last call of this function, and no doorbell was rung for them, or the
+    /// reader has asked for one since; at most once for each position of this end. True if it rang. Only within a host.
+    pub fn ring_again(&mut self, segment: &Segment, tcp: &impl Tcp) -> bool {
+        self.complete(segment);
+        let control = segment.control(self.direction);
+        let (head, now) = (control.head.load(Ordering::Relaxed), self.tail as u32);
+        let is_new = std::mem::replace(&mut self.seen, now) != now;
+        self.has_rung_again &= !is_new;
+        // A position behind the reader's is further than half of all numbers away.
+        let has_rung = self.bell.wrapping_sub(head as u32).wrapping_sub(1) < u32::MAX / 2;
+        let is_announced = has_rung && control.armed.load(Ordering::SeqCst) == 0;
+        let is_stalled = !is_new && head != self.tail && !self.has_rung_again && !is_announced;
+        let may_ring = is_stalled && !segment.is_relayed() && !self.is_tcp && !self.is_closed;
+        if may_ring {
+            self.has_rung_again = true;
+            self.call(segment, tcp);
+        }
+        may_ring
+    }
+
     /// Copies to the ring what there is room for, shows it to the peer, and rings if the peer wants that. 0 if the ring is full or the
     /// peer does not want it any more: then bytes must go by TCP.
     ///
@@ -418,7 +455,7 @@ impl Writer {
         true
     }
 
-    fn ring_if_wanted(&self, segment: &Segment, tcp: &impl Tcp) {
+    fn ring_if_wanted(&mut self, segment: &Segment, tcp: &impl Tcp) {
         if segment.is_relayed() {
             return segment.wake_relay(tcp);
         }
@@ -430,6 +467,7 @@ impl Writer {
         control.ringing.fetch_add(1, Ordering::SeqCst);
         let is_wanted = control.armed.swap(0, Ordering::SeqCst) != 0;
         if is_wanted {
+            self.bell = self.tail as u32;
             tcp.doorbell();
             control.rung.fetch_add(1, Ordering::SeqCst);
         } else {

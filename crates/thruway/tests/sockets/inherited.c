@@ -1,10 +1,12 @@
 /* A program reads once for each event of epoll, so that its peer need not ring. Then something waits that only the kernel wakes: the child of
- * a fork, with bytes that lay in the ring before, or a signal (O_ASYNC). It has to learn of the bytes.
+ * a fork, with bytes that lay in the ring before; a process that is given the epoll instance; or a signal (O_ASYNC). It has to learn of the
+ * bytes.
  */
 #define _GNU_SOURCE
 #include "common.h"
 #include "pair.h"
 #include <fcntl.h>
+#include <poll.h>
 #include <sched.h>
 #include <signal.h>
 #include <sys/epoll.h>
@@ -75,6 +77,89 @@ static void fork_with_bytes(unsigned events, int how, int is_daemon) {
     end();
 }
 
+/* Makes calls as the peer would until a child has ended. */
+static void await_child(pid_t child) {
+    int status;
+    while (waitpid(child, &status, WNOHANG) == 0)
+        poll(&(struct pollfd){.fd = one, .events = POLLIN}, 1, 10);
+    must(status == 0, "the child");
+}
+
+/* The parent is told of the bytes first, and leaves them to the child. */
+static void fork_and_wait_first(unsigned events) {
+    struct epoll_event event;
+    int begins[2];
+    char byte;
+    begin(events);
+    must(pipe(begins) == 0, "pipe");
+    must(send(one, message, LENGTH, 0) == LENGTH, "send");
+    fflush(stdout);
+    pid_t child = fork();
+    if (child == 0) {
+        must(read(begins[0], &byte, 1) == 1, "read");
+        answer(NULL);
+    }
+    must(epoll_wait(epoll, &event, 1, 60000) == 1, "epoll_wait");
+    must(write(begins[1], "x", 1) == 1, "write");
+    await_child(child);
+    exactly(one, 64);
+    close(begins[0]);
+    close(begins[1]);
+    end();
+}
+
+/* Sends a descriptor, or receives it if that is -1. */
+static int pass(int through, int fd) {
+    char byte = 'x', space[CMSG_SPACE(sizeof(int))] = {0};
+    struct iovec text = {&byte, 1};
+    struct msghdr header = {.msg_iov = &text, .msg_iovlen = 1, .msg_control = space, .msg_controllen = sizeof space};
+    struct cmsghdr *rights = CMSG_FIRSTHDR(&header);
+    if (fd < 0) {
+        must(recvmsg(through, &header, 0) == 1, "recvmsg");
+        memcpy(&fd, CMSG_DATA(rights), sizeof fd);
+        return fd;
+    }
+    rights->cmsg_level = SOL_SOCKET;
+    rights->cmsg_type = SCM_RIGHTS;
+    rights->cmsg_len = CMSG_LEN(sizeof fd);
+    memcpy(CMSG_DATA(rights), &fd, sizeof fd);
+    must(sendmsg(through, &header, 0) == 1, "sendmsg");
+    return fd;
+}
+
+/* `is_late`: the message is sent when the other process has the instance. `is_inner`: that registers it with an instance of its own. */
+static void hand_over_the_instance(unsigned events, int is_late, int is_inner) {
+    struct epoll_event event = {.events = EPOLLIN};
+    int way[2];
+    must(socketpair(AF_UNIX, SOCK_STREAM, 0, way) == 0, "socketpair");
+    fflush(stdout);
+    pid_t child = fork();
+    if (child == 0) {
+        alarm(60);
+        int given = pass(way[1], -1), waits = given;
+        if (is_inner) {
+            waits = epoll_create1(0);
+            must(epoll_ctl(waits, EPOLL_CTL_ADD, given, &event) == 0, "epoll_ctl");
+        }
+        must(write(way[1], "x", 1) == 1, "write");
+        must(epoll_wait(waits, &event, 1, 60000) == 1, "epoll_wait");
+        _exit(0);
+    }
+    begin(events);
+    if (!is_late)
+        must(send(one, message, LENGTH, 0) == LENGTH, "send");
+    pass(way[0], epoll);
+    char byte;
+    must(read(way[0], &byte, 1) == 1, "read");
+    if (is_late)
+        must(send(one, message, LENGTH, 0) == LENGTH, "send");
+    await_child(child);
+    exactly(other, LENGTH);
+    close(way[0]);
+    close(way[1]);
+    end();
+}
+
 static void wait_for_a_signal(void) {
     sigset_t set;
     sigemptyset(&set);
@@ -96,6 +181,11 @@ int main(void) {
             fork_with_bytes(EPOLLIN, how, is_daemon);
             fork_with_bytes(EPOLLIN | EPOLLET, how, is_daemon);
         }
+    }
+    fork_and_wait_first(EPOLLIN);
+    for (int how = 0; how < 4; how++) {
+        hand_over_the_instance(EPOLLIN, how % 2, how / 2);
+        hand_over_the_instance(EPOLLIN | EPOLLET, how % 2, how / 2);
     }
     wait_for_a_signal();
     return 0;

@@ -1,0 +1,116 @@
+//! Second looks during long sleeps.
+//!
+//! A doorbell or a relay ends a sleep as soon as bytes arrive. If one is missing because of an error in this library or its peer's, the
+//! bytes are late by about a second instead of lost: calls that wait for several descriptors look at their connections again, less and
+//! less often. The reader looks at its rings; the writer rings once more for bytes that nothing reads, in case the reader waits by a call
+//! that the library does not see. Both are counted (`missed`, `repeated`).
+
+use crate::report::{count, counters};
+use crate::tcp::Connection;
+use crate::wait::Limit;
+use crate::{data, lock, relayed, signals, slots};
+use libc::sigset_t;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+/// Length of the first sleep of a call. Each later one is twice as long, up to the second value.
+const FIRST: Duration = Duration::from_millis(100);
+const LONGEST: Duration = Duration::from_secs(1);
+
+/// The program has installed a filter of system calls, which may not allow those that set the signal mask.
+static FILTERED: AtomicBool = AtomicBool::new(false);
+
+/// The program is about to install a filter of system calls: sleeps are not divided from here on.
+pub(crate) fn note_filter() {
+    FILTERED.store(true, Ordering::Relaxed);
+}
+
+/// The sleeps of one call, which looks at connections between them. For signals they are one sleep: a handler that runs between two of them
+/// ends the call, and the call's mask holds between them, too.
+pub(crate) struct Sleeps {
+    next: Duration,
+    /// Signals that the program wants to be blocked during the call; null for those that are blocked anyway.
+    mask: *const sigset_t,
+    /// Handlers that this thread had run before the call.
+    handled: u32,
+    /// Signals that were blocked before this blocked all.
+    before: Option<sigset_t>,
+}
+
+impl Sleeps {
+    /// For a call with this mask, which outlives it.
+    pub(crate) fn new(mask: *const sigset_t) -> Sleeps {
+        Sleeps { next: FIRST, mask, handled: lock::handled(), before: None }
+    }
+
+    /// Limit of the next sleep of a call that has the given limit; the kernel is to be given [`Sleeps::mask`].
+    pub(crate) fn next(&mut self, limit: Limit) -> Limit {
+        if FILTERED.load(Ordering::Relaxed) {
+            return limit;
+        }
+        if !self.mask.is_null() {
+            self.block();
+        }
+        let sleep = Limit::within(Some(self.next));
+        self.next = (self.next * 2).min(LONGEST);
+        limit.earlier(sleep)
+    }
+
+    /// Signals that the kernel is to block during a sleep; null: those that are blocked anyway.
+    pub(crate) fn mask(&self) -> *const sigset_t {
+        match &self.before {
+            Some(before) if self.mask.is_null() => before,
+            _ => self.mask,
+        }
+    }
+
+    /// The call has slept at least once.
+    pub(crate) fn has_begun(&self) -> bool {
+        self.next > FIRST
+    }
+
+    /// Before the first sleep, and after one that does not end the call. False if a handler has run since the call began. After a sleep, the
+    /// signals that come from here on are the next sleep's.
+    pub(crate) fn may_go_on(&mut self) -> bool {
+        if self.has_begun() {
+            self.block();
+        }
+        lock::handled() == self.handled
+    }
+
+    fn block(&mut self) {
+        self.before.get_or_insert_with(signals::block_all);
+    }
+}
+
+impl Drop for Sleeps {
+    fn drop(&mut self) {
+        if let Some(before) = &self.before {
+            signals::restore(before);
+        }
+    }
+}
+
+/// Looks at one connection. `is_wanted`: the call waits for bytes of it, of which the program has not been told yet.
+pub(crate) fn look(number: u32, is_wanted: bool) {
+    let slot = slots::slot(number);
+    if !slot.is_accelerated() {
+        return;
+    }
+    let fd = slots::local(number).fd.load(Ordering::Relaxed);
+    let connection = Connection::of(number, fd);
+    if is_wanted
+        && !relayed::is_relayed(slot)
+        && let Some(mut receiving) = slot.try_receiving()
+    {
+        let slots::Receiving { segment, reader, .. } = &mut receiving;
+        let has_bytes = reader.ring_len(segment).is_ok_and(|len| len > 0);
+        count(&counters().missed, usize::from(has_bytes && !reader.has_doorbells(segment)));
+    }
+    let Some(mut sending) = slot.try_sending() else { return };
+    let slots::Sending { segment, writer, .. } = &mut sending;
+    let has_rung = writer.ring_again(segment, &connection);
+    drop(sending);
+    count(&counters().repeated, usize::from(has_rung));
+    data::answer_peer(slot, fd);
+}
