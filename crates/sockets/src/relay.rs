@@ -63,7 +63,7 @@ pub struct Feedback {
     pub opened: u32,
     /// The end of the last of them has come.
     pub has_end: bool,
-    /// Calls that have come ([`Update::call`]), modulo 256. `owes_bell` is what is left to do for them.
+    /// Calls received ([`Update::call`]), modulo 256. If `owes_bell` is set, the reader has to be rung for the last one.
     pub called: u8,
 }
 

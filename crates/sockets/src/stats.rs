@@ -83,9 +83,9 @@ counters! {
     io_uring,
     /// Ends with small messages that needed a doorbell each.
     doorbells_only,
-    /// Times that a call which slept found bytes by looking again, because no doorbell had come for them.
+    /// Sleeps that ended by a second look at a connection, because no doorbell had come for its bytes.
     missed,
-    /// Doorbells for bytes that the reader had left in the ring for a while: it may have missed the first one.
+    /// Second doorbells, for bytes that lay unread in the ring from one look to the next.
     repeated,
 }
 

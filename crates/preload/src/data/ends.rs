@@ -128,8 +128,8 @@ pub(crate) fn before_shutdown(slot: &Slot, fd: c_int, directions: u8) {
     }
 }
 
-/// Does what the peer waits for. If it has handed its end to something that reads plain TCP, that is sent again what it has not taken from the
-/// ring; false if TCP has no room for all of it yet. If it has asked for a doorbell, rings.
+/// Answers a call of the peer. If the peer has handed its end to a program that reads plain TCP, sends unread bytes of the ring again; false if
+/// TCP has no room for all of them yet. If the peer has asked for a doorbell, rings.
 pub(crate) fn answer_peer(slot: &Slot, fd: c_int) -> bool {
     let Ok(Some(mut sending)) = slot.sending() else { return true };
     let Sending { segment, writer, .. } = &mut sending;
@@ -189,8 +189,7 @@ fn call_peer(slot: &Slot, fd: c_int) -> bool {
     !writer.is_tcp()
 }
 
-/// Has the peer ring for bytes that the ring has already: what waits for them waits for the kernel alone, and this process cannot wake it. Within
-/// a host.
+/// Asks the peer to ring for bytes that are in the ring already, because another process waits for them in the kernel. Within a host.
 pub(crate) fn ask_for_doorbell(number: u32) {
     let slot = slots::slot(number);
     match slot.receiving() {

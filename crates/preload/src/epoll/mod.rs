@@ -55,9 +55,9 @@ pub(crate) struct Instance {
 
 /// In [`Instance::others`]: no other process has it.
 const ALONE: u8 = 0;
-/// In [`Instance::others`]: a child or parent of this process may have it, whose library takes back what is written to the bell.
+/// In [`Instance::others`]: a child or the parent of this process may have it. Its library empties the bell.
 const FORKED: u8 = 1;
-/// In [`Instance::others`]: any program may have it, and would take an event of the bell for one of its own.
+/// In [`Instance::others`]: any program may have it. It would report an event of the bell to its user.
 const HANDED: u8 = 2;
 
 // SAFETY: the state is used under the lock.

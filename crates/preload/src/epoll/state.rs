@@ -149,8 +149,8 @@ impl State {
         found
     }
 
-    /// During a long sleep: makes each connection with bytes one to look at, also those that are left to doorbells. `is_foreign`: another
-    /// process has the instance, too, and the kernel tells what is to be read.
+    /// During a long sleep: looks at all connections, and has the next wait look at those with unread bytes. `is_foreign`: another process has
+    /// the instance, too. Then the kernel reports readable connections.
     pub(super) fn look_again(&mut self, is_foreign: bool) {
         for at in 0..self.registrations.len() {
             let one = &self.registrations[at];
