@@ -428,6 +428,7 @@ impl Reader {
                     if len == 0 {
                         break;
                     }
+                    self.note_again(segment, len);
                     self.shown_tcp = self.shown_tcp.saturating_sub(len as u64);
                     to.advance(len);
                     len
@@ -437,6 +438,14 @@ impl Reader {
             sum += len;
         }
         Ok(sum)
+    }
+
+    /// Bytes were read from the TCP connection. If a relay has brought no word of them, they are those of the closed ring that come again: the
+    /// process that sent them ended before its relay learned of it. The rest of them is in the ring.
+    fn note_again(&mut self, segment: &Segment, len: usize) {
+        if self.comes_again && segment.is_relayed() && !self.has_run(segment) {
+            self.head = self.head.saturating_add(len as u64).min(self.tail.max(self.head));
+        }
     }
 
     /// Reads bytes that the kernel reports although [`Reader::find`] finds none: a writer without the library has sent them, or they follow
@@ -473,10 +482,7 @@ impl Reader {
             let bells = self.position.saturating_sub(end);
             self.discarded += bells;
             len -= (bells as usize).min(len);
-            if self.comes_again && !self.has_run(segment) {
-                // The peer had sent these again before its process ended, and its relay did not learn of it. What is missing is in the ring.
-                self.head = self.head.saturating_add(len as u64).min(self.tail.max(self.head));
-            }
+            self.note_again(segment, len);
             self.shown_ahead = self.shown_ahead.saturating_sub(len);
             self.shown_tcp = self.shown_tcp.saturating_sub(len as u64);
         }
@@ -887,6 +893,7 @@ impl Reader {
             let is_gone =
                 self.is_ended(segment) || segment.is_relayed() && segment.over() != Over::No || tcp.is_at_end();
             self.comes_again = word & BY_TCP == 0 && !is_gone;
+            self.tail = self.tail.max(word >> POSITION);
             // Steps over runs that have ended.
             self.find(segment, tcp)?;
             // From another host, the run by which they come again may be known already: the only one without an end.
