@@ -237,6 +237,11 @@ impl Outlet {
         }
         let last = &control.runs[self.opened.wrapping_sub(1) as usize % RUNS];
         let end = last.end.load(Ordering::Acquire);
+        let is_leaving = word & BY_TCP == 0 && pending == 0 && end == OPEN;
+        if is_leaving && word & CLOSED != 0 && !self.closed {
+            // The writer leaves TCP, and has not said yet where its run ends.
+            return Ok(false);
+        }
         let next = (pending > 0).then(|| &control.runs[self.opened as usize % RUNS]);
         let next = next.map(|run| (run.ring.load(Ordering::Relaxed), run.start.load(Ordering::Relaxed)));
         // A writer whose ring was closed begins its last run where the reader is.
