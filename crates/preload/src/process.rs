@@ -300,7 +300,7 @@ pub(crate) fn at_exit() {
             // What other parts of the program still send goes by calls that know nothing of rings.
             data::enter_tcp_at_end(slot, fd);
             if let Some(receiving) = slot.try_receiving() {
-                data::settle(slot, fd, receiving);
+                data::settle(slot, fd, receiving, true);
             }
         }
     });

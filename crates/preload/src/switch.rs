@@ -862,7 +862,7 @@ pub(crate) fn tear_down(number: u32, fd: i32, last: Last) {
             && let Ok(Some(receiving)) = slot.receiving()
         {
             if is_last {
-                crate::data::settle(slot, fd, receiving);
+                crate::data::settle(slot, fd, receiving, false);
             } else {
                 crate::data::settle_shared(slot, fd, receiving);
             }

@@ -32,6 +32,8 @@ pub(crate) struct Carried {
     room: Option<OwnedFd>,
     is_used: bool,
     is_declined: bool,
+    /// A doorbell met a connection that had ended.
+    was_reset: bool,
     /// Something has happened that the process may wait for.
     has_news: bool,
     since: Instant,
@@ -64,6 +66,28 @@ impl From<Error> for Failed {
     }
 }
 
+/// Errors of a connection that has ended, which the kernel reports once.
+const ENDED: [rustix::io::Errno; 4] = [
+    rustix::io::Errno::CONNRESET,
+    rustix::io::Errno::TIMEDOUT,
+    rustix::io::Errno::HOSTUNREACH,
+    rustix::io::Errno::NETUNREACH,
+];
+
+/// A process has closed this connection. False if the relay is to close it now: the process has asked for a reset (`SO_LINGER`), or has not
+/// received bytes that have come for it (`has_unread`), for which TCP resets the connection.
+fn close_later(tcp: &OwnedFd, has_unread: bool) -> bool {
+    use rustix::net::sockopt::{set_socket_linger, socket_linger};
+    let linger = socket_linger(tcp).unwrap_or_default();
+    if has_unread || linger == Some(Duration::ZERO) {
+        let _ = set_socket_linger(tcp, Some(Duration::ZERO));
+        return false;
+    }
+    // The relay does not wait when it closes.
+    let _ = set_socket_linger(tcp, None);
+    linger.is_none()
+}
+
 impl Carried {
     /// One that its process has just been handed a segment for.
     pub(crate) fn new(end: End, client: u64, link: u64, peer: u32, segment: Segment) -> Carried {
@@ -80,6 +104,7 @@ impl Carried {
             room: None,
             is_used: false,
             is_declined: false,
+            was_reset: false,
             has_news: false,
             since: Instant::now(),
         }
@@ -115,7 +140,12 @@ impl Carried {
         self.wake(false);
         // Where neither end has begun to use it, TCP has all of it and goes on.
         let is_unused = !self.outlet.is_open() && !self.inlet.is_open();
-        let over = if is_unused { Over::Finished } else { over };
+        let over = match over {
+            _ if is_unused => Over::Finished,
+            // The kernel has told the relay of the reset, and tells the process of an end.
+            Over::Finished if self.was_reset => Over::Lost,
+            over => over,
+        };
         self.segment.set_over(over);
         self.segment.tell_news();
         self.wake(true);
@@ -128,9 +158,11 @@ impl Carried {
             }
         }
         let is_closed = over == Over::Finished && self.inlet.is_reader_gone(&self.segment);
+        let is_kept =
+            is_closed && self.tcp.as_ref().is_some_and(|tcp| close_later(tcp, self.inlet.has_unread(&self.segment)));
         // SAFETY: it was the only value that this process uses.
         unsafe { self.segment.unmap() };
-        (over, self.tcp.filter(|_| is_closed))
+        (over, self.tcp.filter(|_| is_kept))
     }
 
     /// What the other relay says of its reader.
@@ -174,13 +206,10 @@ impl Carried {
         self.outlet.serve(&self.segment, || {
             *has_news = true;
             let rung = tcp.map(|tcp| rustix::net::send(tcp, &[0], SendFlags::DONTWAIT | SendFlags::NOSIGNAL));
-            was_reset = rung == Some(Err(rustix::io::Errno::CONNRESET));
+            was_reset = matches!(rung, Some(Err(error)) if ENDED.contains(&error));
             rung == Some(Ok(1))
         });
-        if was_reset {
-            // The kernel tells it once: the process would take it for the end of the stream.
-            return Err(Failed::Here);
-        }
+        self.was_reset |= was_reset;
         self.wake(false);
         for _ in 0..TURN {
             if !link.has_room() {

@@ -15,43 +15,68 @@ const KEPT_MAX: usize = 512;
 /// Time between two looks while nothing else is to be done.
 pub(crate) const INTERVAL: Duration = Duration::from_millis(20);
 
+/// Most doorbells that one connection brings, and most bytes that are read in one look at it. More are data.
+const DOORBELLS_MAX: usize = 4096;
+const LOOK_MAX: usize = 1024;
+
+struct Kept {
+    tcp: OwnedFd,
+    since: Instant,
+    discarded: usize,
+}
+
 /// Connections that are kept, the oldest first.
 #[derive(Default)]
-pub(crate) struct Closing(VecDeque<(OwnedFd, Instant)>);
+pub(crate) struct Closing {
+    kept: VecDeque<Kept>,
+    looked: Option<Instant>,
+}
 
 impl Closing {
     /// Keeps a connection.
     pub(crate) fn add(&mut self, tcp: OwnedFd) {
-        if self.0.len() == KEPT_MAX
-            && let Some((oldest, _)) = self.0.pop_front()
+        if self.kept.len() == KEPT_MAX
+            && let Some(mut oldest) = self.kept.pop_front()
         {
-            has_ended(&oldest);
+            oldest.has_ended();
         }
-        self.0.push_back((tcp, Instant::now()));
+        self.kept.push_back(Kept { tcp, since: Instant::now(), discarded: 0 });
     }
 
     pub(crate) fn is_empty(&self) -> bool {
-        self.0.is_empty()
+        self.kept.is_empty()
     }
 
-    /// Discards doorbells. Closes connections that have been kept for long, that the other end has closed, and on which data arrives: the kernel
-    /// resets these, as it does when bytes arrive for a process that has closed.
+    /// Every [`INTERVAL`]: discards doorbells. Closes connections that have been kept for long, that the other end has closed, and on which data
+    /// arrives: the kernel resets these, as it does when bytes arrive for a process that has closed.
     pub(crate) fn look(&mut self, now: Instant) {
-        self.0.retain(|(tcp, since)| !has_ended(tcp) && now.saturating_duration_since(*since) < KEPT_FOR);
+        if self.looked.is_some_and(|looked| now.saturating_duration_since(looked) < INTERVAL) {
+            return;
+        }
+        self.looked = Some(now);
+        self.kept.retain_mut(|one| !one.has_ended() && now.saturating_duration_since(one.since) < KEPT_FOR);
     }
 }
 
-/// Discards doorbells. True if the connection is to be closed.
-fn has_ended(tcp: &OwnedFd) -> bool {
-    let mut bytes = [0u8; 64];
-    loop {
-        // What is left unread has the kernel reset the connection when it is closed.
-        match rustix::net::recv(tcp, &mut bytes, RecvFlags::DONTWAIT | RecvFlags::PEEK) {
-            Err(rustix::io::Errno::AGAIN) => return false,
-            Err(_) | Ok((0, _)) => return true,
-            Ok((len, _)) if bytes[..len].iter().any(|byte| *byte != 0) => return true,
-            Ok((len, _)) => _ = rustix::net::recv(tcp, &mut bytes[..len], RecvFlags::DONTWAIT),
+impl Kept {
+    /// Discards doorbells. True if the connection is to be closed.
+    fn has_ended(&mut self) -> bool {
+        let mut bytes = [0u8; 64];
+        for _ in 0..LOOK_MAX / bytes.len() {
+            // What is left unread has the kernel reset the connection when it is closed.
+            match rustix::net::recv(&self.tcp, &mut bytes, RecvFlags::DONTWAIT | RecvFlags::PEEK) {
+                Err(rustix::io::Errno::AGAIN) => return false,
+                Err(_) | Ok((0, _)) => return true,
+                Ok((len, _)) if self.discarded + len > DOORBELLS_MAX || bytes[..len].iter().any(|byte| *byte != 0) => {
+                    return true;
+                }
+                Ok((len, _)) => {
+                    self.discarded += len;
+                    let _ = rustix::net::recv(&self.tcp, &mut bytes[..len], RecvFlags::DONTWAIT);
+                }
+            }
         }
+        false
     }
 }
 
@@ -102,14 +127,33 @@ mod tests {
     }
 
     #[test]
+    fn zeros_without_end_are_data() {
+        let (mut one, other) = pair();
+        let mut closing = Closing::default();
+        closing.add(other.into());
+        let zeros = std::thread::spawn(move || while one.write_all(&[0; 1000]).is_ok() {});
+        let begin = Instant::now();
+        // As if time passed quickly, but for less than a connection is kept.
+        let mut looks = 0;
+        while !closing.is_empty() {
+            closing.looked = None;
+            closing.look(begin);
+            looks += 1;
+            std::thread::yield_now();
+        }
+        assert!(looks > DOORBELLS_MAX / LOOK_MAX, "one look reads little: {looks}");
+        zeros.join().unwrap();
+    }
+
+    #[test]
     fn connections_are_kept_for_a_limited_time_and_number() {
         let mut closing = Closing::default();
         let (one, other) = pair();
         closing.add(other.into());
         closing.look(Instant::now() + KEPT_FOR);
-        assert!(closing.is_empty());
+        assert!(closing.is_empty(), "kept for too long");
         let kept: Vec<OwnedFd> = (0..KEPT_MAX + 2).map(|_| one.try_clone().unwrap().into()).collect();
         kept.into_iter().for_each(|tcp| closing.add(tcp));
-        assert_eq!(closing.0.len(), KEPT_MAX);
+        assert_eq!(closing.kept.len(), KEPT_MAX);
     }
 }

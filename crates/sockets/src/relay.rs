@@ -573,6 +573,11 @@ impl Inlet {
         self.closed
     }
 
+    /// Whether the ring has bytes that the reader has not taken.
+    pub fn has_unread(&self, segment: &Segment) -> bool {
+        segment.control(self.direction).head.load(Ordering::Acquire) != self.tail
+    }
+
     /// Whether nothing reads any more.
     pub fn is_reader_gone(&self, segment: &Segment) -> bool {
         segment.control(self.direction).reader.load(Ordering::Acquire) & crate::segment::GONE != 0

@@ -16,32 +16,35 @@ use thruway_sockets::{Found, Over, Reader, Return, Segment, Step, WakeBy};
 const DOORBELLS_MAX: Duration = Duration::from_millis(20);
 
 /// Before the last descriptor of a connection is closed: doorbells that nothing has read would have the kernel reset it, and bytes in
-/// the ring that nothing has read would not.
-pub(crate) fn settle(slot: &Slot, fd: c_int, mut receiving: Receiving<'_>) {
+/// the ring that nothing has read would not. `is_exit`: the process is about to end, and its threads may send by plain TCP until then.
+pub(crate) fn settle(slot: &Slot, fd: c_int, mut receiving: Receiving<'_>, is_exit: bool) {
     let connection = Connection::new(fd);
     receiving.reader.set_gone(&receiving.segment, &connection);
     let has_all = honour_before_end(slot, fd);
     if !has_all {
         connection.reset_at_close();
     }
+    let is_shared = slot.is_foreign.load(Ordering::SeqCst) || slot.was_shared.load(Ordering::SeqCst);
+    let is_carried = receiving.segment.is_relayed() && receiving.segment.over() == Over::No;
+    let may_leave = has_all && is_carried && !is_shared && !is_exit && !connection.lingers();
+    let is_left = may_leave && receiving.reader.find(&receiving.segment, &connection) == Ok(Found::Nothing);
+    if is_left {
+        // The relay closes it later: a doorbell that is on its way would meet a closed socket, and reset the connection. Once the relay knows
+        // of the end, it may have closed it.
+        connection.end_sending();
+    }
     if let Ok(Some(sending)) = slot.sending() {
         sending.writer.set_ended(&sending.segment, &connection);
     }
     let Receiving { segment, reader, .. } = &mut receiving;
-    let found = reader.find(segment, &connection);
-    match found {
+    match reader.find(segment, &connection) {
         Ok(Found::Ring(_)) => connection.reset_at_close(),
         Ok(Found::Nothing) => discard_all_doorbells(slot, &connection, segment, reader),
         _ => {}
     }
-    let is_clean = has_all && found == Ok(Found::Nothing) && !connection.lingers();
-    let is_shared = slot.is_foreign.load(Ordering::SeqCst) || slot.was_shared.load(Ordering::SeqCst);
-    if segment.is_relayed() && is_clean && !is_shared && segment.over() == Over::No {
-        // A doorbell that is on its way must not meet a closed socket, which would reset the connection: the relay closes it later.
-        connection.end_sending();
-        return;
+    if !is_left {
+        take_tcp_back(segment, fd);
     }
-    take_tcp_back(segment, fd);
 }
 
 /// Before the last descriptor of this process is closed, while the connection counts as shared with other processes. These may have been
