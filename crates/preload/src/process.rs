@@ -333,7 +333,11 @@ pub(crate) fn before_close(fd: c_int) {
             let _inside = (slot.receiving.lock(), slot.sending.lock());
         }
         Some((number, last)) => {
-            epoll::forget_connection(number, fd);
+            let slot = slots::slot(number);
+            let is_shared = slot.was_shared.load(Ordering::SeqCst) || slot.is_foreign.load(Ordering::SeqCst);
+            // Other processes keep the registrations of a connection that they have.
+            let is_own = last == Last::Everywhere && !is_shared;
+            epoll::forget_connection(number, if is_own { fd } else { -1 });
             switch::tear_down(number, fd, last);
         }
         None => {}

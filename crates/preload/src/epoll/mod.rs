@@ -12,7 +12,7 @@ use crate::lock::{Guard, Lock};
 use crate::recheck::Sleeps;
 use crate::report::{count, counters};
 use crate::wait::{self, Limit};
-use crate::{data, real, relay, room, slots, switch, waker};
+use crate::{data, lock, real, relay, room, slots, switch, waker};
 use libc::{c_int, epoll_event, sigset_t, timespec};
 use registration::{
     EDGE, ENDS, ONE_SHOT, READABLE, Registration, SPECIAL, WRITABLE, arm_connection, weight, with_room,
@@ -135,7 +135,9 @@ fn is_ours(data: u64) -> bool {
 impl Instance {
     /// Wakes what sleeps in the kernel on it: a ring has something that the kernel does not know of.
     fn ring(&self, ep: c_int) {
-        if self.bell.load(Ordering::Relaxed) == 0 {
+        // Processes that have the instance from a fork before would not know the bell.
+        let is_alone = self.others.load(Ordering::SeqCst) == ALONE;
+        if is_alone && self.bell.load(Ordering::Relaxed) == 0 {
             let bell = make_bell(ep).unwrap_or(-1);
             if self.bell.compare_exchange(0, bell, Ordering::SeqCst, Ordering::Relaxed).is_err() && bell > 0 {
                 slots::close_hidden(bell);
@@ -179,9 +181,14 @@ fn make_bell(ep: c_int) -> Option<c_int> {
 }
 
 impl Instance {
+    /// True if a process that waits for it could take an event of the library for one of its own, or take it away.
+    fn has_others(&self) -> bool {
+        self.is_foreign.load(Ordering::Relaxed) || self.others.load(Ordering::SeqCst) == HANDED
+    }
+
     /// Has what waits for it learn that the relay has gone.
     fn watch_relay(&self, relay: c_int) {
-        if self.relay.load(Ordering::SeqCst) == relay {
+        if self.others.load(Ordering::SeqCst) == HANDED || self.relay.load(Ordering::SeqCst) == relay {
             return;
         }
         let mut event = epoll_event { events: EDGE, u64: RELAY };
@@ -261,6 +268,7 @@ pub(crate) fn remove(fd: c_int, number: u32) {
 fn rely_on_doorbells(number: u32) {
     let Some(instance) = instance(number) else { return };
     instance.is_nested.store(true, Ordering::SeqCst);
+    let _uses_the_heap = lock::undisturbed();
     let Ok(mut guard) = instance.lock.lock() else { return };
     let state = instance.state(&mut guard);
     let registrations = state.registrations.iter().filter(|one| one.fd >= 0);
@@ -282,6 +290,13 @@ pub(crate) fn hand_over(number: u32) {
         }
         instance.others.store(HANDED, Ordering::SeqCst);
         instance.quiet_bell();
+        let relay = instance.relay.swap(-1, Ordering::SeqCst);
+        if relay > 0 {
+            // SAFETY: no event.
+            unsafe {
+                real::epoll_ctl(instance.ep.load(Ordering::Relaxed), libc::EPOLL_CTL_DEL, relay, std::ptr::null_mut())
+            };
+        }
         if let Ok(mut guard) = instance.lock.lock() {
             let registrations = &instance.state(&mut guard).registrations;
             for one in registrations.iter().filter(|one| one.fd >= 0) {
@@ -443,7 +458,7 @@ pub(crate) unsafe fn control(
     {
         state.heat(at);
         let one = &mut state.registrations[at as usize];
-        if room::is_wanted(connection) && !instance.is_foreign.load(Ordering::Relaxed) {
+        if room::is_wanted(connection) && !instance.has_others() {
             one.mute(ep);
         }
         // Several instances rely on doorbells.
@@ -499,7 +514,7 @@ pub(crate) fn note_blocked(connection: u32) -> bool {
     let state = instance.state(&mut guard);
     let Some(at) = state.find(connection, None) else { return false };
     // The other process that has it may take the one event.
-    !instance.is_foreign.load(Ordering::Relaxed) && state.registrations[at].mute(instance.ep.load(Ordering::Relaxed))
+    !instance.has_others() && state.registrations[at].mute(instance.ep.load(Ordering::Relaxed))
 }
 
 /// A descriptor of a connection is about to be closed, and the connection has others: the kernel's registration by it stays, and cannot be
@@ -515,7 +530,8 @@ pub(crate) fn before_descriptor_closes(connection: u32, fd: c_int) {
     }
 }
 
-/// A connection's last descriptor, or a negative number if that is closed already, is about to be closed: the kernel forgets it.
+/// A connection's last descriptor is about to be closed, so that the kernel forgets the connection. Negative, if it is closed already or other
+/// processes may have the connection, and so its registrations.
 pub(crate) fn forget_connection(connection: u32, fd: c_int) {
     let local = slots::local(connection);
     let is_registered =
@@ -546,12 +562,13 @@ impl Instance {
             // The relay has a descriptor of both, so the kernel would not forget them.
             let ep = self.ep.load(Ordering::Relaxed);
             waker::unregister(number, ep, connection);
-            if fd >= 0
-                && state.registrations[at].fd == fd
-                && slots::local(connection).relay.load(Ordering::Relaxed) != 0
-            {
+            let is_carried = fd >= 0 && slots::local(connection).relay.load(Ordering::Relaxed) != 0;
+            if is_carried && state.registrations[at].fd == fd {
                 // SAFETY: no event.
                 unsafe { real::epoll_ctl(ep, libc::EPOLL_CTL_DEL, fd, std::ptr::null_mut()) };
+            } else if is_carried {
+                // By a descriptor that is closed already: the registration ends when the relay has let go of the connection.
+                slots::slot(connection).was_shared.store(true, Ordering::SeqCst);
             }
             state.end(at);
             self.connections.fetch_sub(1, Ordering::Relaxed);
@@ -844,6 +861,10 @@ pub(crate) unsafe fn wait(
         let sleep = sleeps.next(limit).left();
         let ready = real(out.as_mut_ptr(), max, if may_sleep { sleep } else { Some(none) }, sleeps.mask());
         let error = data::errno();
+        if ready == 0 && may_sleep && !limit.is_over() {
+            // While connections still ask for doorbells.
+            look_again(number);
+        }
         disarm(number);
         if ready < 0 {
             return data::fail(error) as c_int;
@@ -851,9 +872,6 @@ pub(crate) unsafe fn wait(
         let kept = correct(instance, &mut out[..ready as usize]);
         if kept > 0 || limit.is_over() {
             return kept as c_int;
-        }
-        if ready == 0 && may_sleep {
-            look_again(number);
         }
     }
 }
