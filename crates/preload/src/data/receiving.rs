@@ -245,6 +245,9 @@ unsafe fn receive_accelerated(
             let _ = reader.arm(segment, waker::wakes(number));
             if sum == 0 {
                 slot.error.store(0, Ordering::Relaxed);
+                if pending == libc::ECONNRESET {
+                    slot.has_told_reset.store(true, Ordering::Relaxed);
+                }
                 return Err(pending);
             }
             return Ok(sum);

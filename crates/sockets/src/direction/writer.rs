@@ -362,8 +362,8 @@ impl Writer {
         let (head, now) = (control.head.load(Ordering::Relaxed), self.tail as u32);
         let is_new = std::mem::replace(&mut self.seen, now) != now;
         self.has_rung_again &= !is_new;
-        // A position behind the reader's is further than half of all numbers away.
-        let has_rung = self.bell.wrapping_sub(head as u32).wrapping_sub(1) < u32::MAX / 2;
+        // Before the reader's position, or beyond the ring's size, it was rung for bytes that have been read.
+        let has_rung = (self.bell.wrapping_sub(head as u32).wrapping_sub(1) as usize) < segment.ring_size();
         let is_announced = has_rung && control.armed.load(Ordering::SeqCst) == 0;
         let is_stalled = !is_new && head != self.tail && !self.has_rung_again && !is_announced;
         let may_ring = is_stalled && !segment.is_relayed() && !self.is_tcp && !self.is_closed;
