@@ -48,8 +48,13 @@ fn selected() -> fn(&[u8]) {
     }
 }
 
-libfuzzer_sys::fuzz_target!(init: _ = TARGET.set(selected()), |data: &[u8]| {
-    if let Some(target) = TARGET.get() {
-        target(data);
+libfuzzer_sys::fuzz_target!(
+    init: {
+        TARGET.get_or_init(selected);
+    },
+    |data: &[u8]| {
+        if let Some(target) = TARGET.get() {
+            target(data);
+        }
     }
-});
+);
