@@ -74,8 +74,8 @@ const ENDED: [rustix::io::Errno; 4] = [
     rustix::io::Errno::NETUNREACH,
 ];
 
-/// A process has closed this connection. False if the relay is to close it now: the process has asked for a reset (`SO_LINGER`), or has not
-/// received bytes that have come for it (`has_unread`), for which TCP resets the connection.
+/// A process has closed this connection. Returns false if the relay must close it now, so that the kernel resets it: the process has set
+/// `SO_LINGER`, or the ring has bytes that it has not read (`has_unread`).
 fn close_later(tcp: &OwnedFd, has_unread: bool) -> bool {
     use rustix::net::sockopt::{set_socket_linger, socket_linger};
     let linger = socket_linger(tcp).unwrap_or_default();
@@ -142,7 +142,7 @@ impl Carried {
         let is_unused = !self.outlet.is_open() && !self.inlet.is_open();
         let over = match over {
             _ if is_unused => Over::Finished,
-            // The kernel has told the relay of the reset, and tells the process of an end.
+            // The kernel reports the reset once, and the relay has taken the report.
             Over::Finished if self.was_reset => Over::Lost,
             over => over,
         };

@@ -1,7 +1,7 @@
 //! Connections that their processes have closed.
 //!
 //! A doorbell that meets a closed socket resets the connection, and bytes that are on their way to the other end are lost. So the relay keeps its
-//! descriptor for a while, and discards what arrives. The process has ended its direction before.
+//! descriptor for a while, and discards doorbells. The process has ended its direction before.
 
 use rustix::fd::OwnedFd;
 use rustix::net::RecvFlags;
@@ -63,7 +63,7 @@ impl Kept {
     fn has_ended(&mut self) -> bool {
         let mut bytes = [0u8; 64];
         for _ in 0..LOOK_MAX / bytes.len() {
-            // What is left unread has the kernel reset the connection when it is closed.
+            // If bytes stay unread, the kernel resets the connection when it is closed.
             match rustix::net::recv(&self.tcp, &mut bytes, RecvFlags::DONTWAIT | RecvFlags::PEEK) {
                 Err(rustix::io::Errno::AGAIN) => return false,
                 Err(_) | Ok((0, _)) => return true,

@@ -82,7 +82,7 @@ pub(crate) fn keep_error(slot: &Slot, reader: &mut Reader) {
     }
 }
 
-/// A call of the library's own has been told that the connection was reset: that is for the program, behind what has been received before.
+/// Keeps the error of a reset that the kernel has reported to a call of the library. The program receives it after all earlier bytes.
 pub(crate) fn keep_reset(slot: &Slot, error: c_int) {
     if matches!(error, libc::ECONNRESET | libc::ETIMEDOUT | libc::EHOSTUNREACH | libc::ENETUNREACH) {
         let _ = slot.error.compare_exchange(0, error, Ordering::Relaxed, Ordering::Relaxed);
