@@ -14,6 +14,8 @@ cat /tmp/keys/*.pub >/tmp/keys/peers
 start() {
     local try=()
     [[ $2 == - ]] || try=(ip netns exec "$2")
+    # The log of an earlier relay says "relay at", too.
+    rm -f "/tmp/relay-$1-$3"
     "${try[@]}" "$THRUWAY" -v relay --key /tmp/keys/"$1" --peers /tmp/keys/peers --provider "$3" 2>"/tmp/relay-$1-$3" &
     relay=$!
     wait_until 30 grep -q 'relay at' "/tmp/relay-$1-$3"
