@@ -97,8 +97,6 @@ pub(crate) fn look(number: u32, is_wanted: bool) {
     if !slot.is_accelerated() {
         return;
     }
-    let fd = slots::local(number).fd.load(Ordering::Relaxed);
-    let connection = Connection::of(number, fd);
     if is_wanted
         && !relayed::is_relayed(slot)
         && let Some(mut receiving) = slot.try_receiving()
@@ -109,8 +107,8 @@ pub(crate) fn look(number: u32, is_wanted: bool) {
     }
     let Some(mut sending) = slot.try_sending() else { return };
     let slots::Sending { segment, writer, .. } = &mut sending;
-    let has_rung = writer.ring_again(segment, &connection);
+    let has_rung = writer.ring_again(segment, &Connection::of(number, slot.descriptor()));
     drop(sending);
     count(&counters().repeated, usize::from(has_rung));
-    data::answer_peer(slot, fd);
+    data::answer_peer_unasked(slot);
 }

@@ -732,6 +732,12 @@ impl Slot {
         let (segment, writer, reader) =
             unsafe { (self.mapped_segment(), &mut *self.writer.get(), &mut *self.reader.get()) };
         if self.is_accelerated() { Some((segment?, writer.as_mut()?, reader.as_mut()?)) } else { None }
+    /// A descriptor of the connection in this process. Read under one of the slot's locks, while the connection is accelerated: otherwise it
+    /// may be another file's by now.
+    pub(crate) fn descriptor(&self) -> i32 {
+        local(self.number()).fd.load(Ordering::Relaxed)
+    }
+
     }
 
     /// Sets both directions. All three guards are held.

@@ -376,7 +376,10 @@ pub(crate) unsafe fn poll(list: *mut pollfd, count: libc::nfds_t, limit: Limit, 
             unsafe { asleep.poll(polled, limit_now, sleeps.mask()) }
         };
         let error = data::errno();
-        let may_sleep = asleep.may_sleep && !asleep.is_too_long;
+        if ready == 0 && asleep.may_sleep && !asleep.is_too_long && !limit.is_over() {
+            // While the connections are still asked for doorbells: bytes without one are a fault.
+            polled.iter().filter_map(wants).for_each(Watched::look_again);
+        }
         let ends = lock::undisturbed();
         asleep.end();
         drop(ends);
@@ -388,9 +391,6 @@ pub(crate) unsafe fn poll(list: *mut pollfd, count: libc::nfds_t, limit: Limit, 
         // Doorbells alone are nothing to tell the program of.
         if corrected > 0 || limit.is_over() {
             return corrected;
-        }
-        if ready == 0 && may_sleep {
-            polled.iter().filter_map(wants).for_each(Watched::look_again);
         }
     }
 }

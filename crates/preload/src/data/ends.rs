@@ -134,7 +134,17 @@ pub(crate) fn before_shutdown(slot: &Slot, fd: c_int, directions: u8) {
 /// Answers a call of the peer. If the peer has handed its end to a program that reads plain TCP, sends unread bytes of the ring again; false if
 /// TCP has no room for all of them yet. If the peer has asked for a doorbell, rings.
 pub(crate) fn answer_peer(slot: &Slot, fd: c_int) -> bool {
-    let Ok(Some(mut sending)) = slot.sending() else { return true };
+    let Ok(Some(sending)) = slot.sending() else { return true };
+    answer_by(slot, fd, sending)
+}
+
+/// As [`answer_peer`], in a call that has no descriptor of the connection from the program: another thread may close one meanwhile.
+pub(crate) fn answer_peer_unasked(slot: &Slot) -> bool {
+    let Ok(Some(sending)) = slot.sending() else { return true };
+    answer_by(slot, slot.descriptor(), sending)
+}
+
+fn answer_by(slot: &Slot, fd: c_int, mut sending: Sending<'_>) -> bool {
     let Sending { segment, writer, .. } = &mut sending;
     writer.answer(segment, &Connection::new(fd));
     if !writer.is_closed_by_reader(segment) || slot.plain_sends.load(Ordering::SeqCst) > 0 {
@@ -181,7 +191,11 @@ fn honour_before_end(slot: &Slot, fd: c_int) -> bool {
 /// Wakes a peer that may wait for an answer, so that it takes notice of a ring that is closed, or of returned bytes. False if it has unread
 /// bytes, and so cannot be sent a doorbell: it takes notice when it reads these.
 fn call_peer(slot: &Slot, fd: c_int) -> bool {
-    let Ok(Some(mut sending)) = slot.sending() else { return true };
+    let Ok(Some(sending)) = slot.sending() else { return true };
+    call_by(slot, fd, sending)
+}
+
+fn call_by(slot: &Slot, fd: c_int, mut sending: Sending<'_>) -> bool {
     let connection = Connection::new(fd);
     let Sending { segment, writer, .. } = &mut sending;
     // On a direction that goes by TCP, a doorbell would be data.
@@ -199,7 +213,9 @@ pub(crate) fn ask_for_doorbell(number: u32) {
         Ok(Some(receiving)) if !receiving.segment.is_relayed() => receiving.reader.ask(&receiving.segment),
         _ => return,
     }
-    call_peer(slot, slots::local(number).fd.load(Ordering::Relaxed));
+    if let Ok(Some(sending)) = slot.sending() {
+        call_by(slot, slot.descriptor(), sending);
+    }
 }
 
 /// Number of attempts to call a peer, and the time between them: a peer that has just read the last bytes may not have seen yet that the

@@ -8,10 +8,12 @@ mod receiving;
 mod sending;
 
 pub(crate) use ends::{
-    answer_peer, ask_for_doorbell, before_shutdown, demote, demote_for_reading, demote_if_read, enter_tcp,
-    enter_tcp_at_end, settle, settle_shared,
+    answer_peer, answer_peer_unasked, ask_for_doorbell, before_shutdown, demote, demote_for_reading, demote_if_read,
+    enter_tcp, enter_tcp_at_end, settle, settle_shared,
 };
-pub(crate) use receiving::{disarm, disarm_if_looked_at, is_readable, rearm, receive, receive_plain, unread};
+pub(crate) use receiving::{
+    disarm, disarm_if_looked_at, is_before_tcp, is_readable, rearm, receive, receive_plain, unread,
+};
 pub(crate) use sending::{may_have_blocked, send_from_file, transmit};
 
 use crate::SETTINGS;

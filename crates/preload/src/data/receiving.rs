@@ -1,6 +1,8 @@
 //! Calls that receive.
 
-use super::{NOT_ACCELERATED, Which, answer_peer, broken, check_cancelled, errno, fail, keep_error, waits};
+use super::{
+    NOT_ACCELERATED, Which, answer_peer, answer_peer_unasked, broken, check_cancelled, errno, fail, keep_error, waits,
+};
 use crate::relayed::{catch_up, is_all_here, is_lost};
 use crate::report::{count, counters};
 use crate::slots::{self, Receiving, Slot, phase};
@@ -11,7 +13,7 @@ use std::io;
 use std::sync::atomic::{Ordering, fence};
 use std::time::{Duration, Instant};
 use thruway_sockets::iovecs::Pieces;
-use thruway_sockets::{Over, PEEK_MAX, Reader, Segment};
+use thruway_sockets::{Found, Over, PEEK_MAX, Reader, Segment};
 
 /// A call that receives on a connection which may be accelerated: `plain` is the call as it is.
 pub(crate) unsafe fn receive(
@@ -493,7 +495,7 @@ pub(crate) fn rearm(slot: &Slot, number: u32) -> bool {
     };
     if is_called {
         // A call that came before this end was armed has woken nothing.
-        answer_peer(slot, slots::local(number).fd.load(Ordering::Relaxed));
+        answer_peer_unasked(slot);
     }
     is_empty
 }
@@ -548,6 +550,16 @@ fn quiesce(
 pub(crate) fn unread(number: u32, fd: c_int) -> Option<usize> {
     let slot = slots::slot(number);
     let mut receiving = slot.receiving().ok()??;
+/// Whether bytes of the ring come before the next one of the TCP connection. False if the connection is not accelerated.
+pub(crate) fn is_before_tcp(number: u32, fd: c_int) -> bool {
+    let slot = slots::slot(number);
+    let Ok(Some(mut receiving)) = slot.receiving() else { return false };
+    let Receiving { segment, reader, .. } = &mut receiving;
+    let found = reader.find(segment, &Connection::of(number, fd));
+    keep_error(slot, reader);
+    matches!(found, Ok(Found::Ring(_)))
+}
+
     let Receiving { segment, reader, .. } = &mut receiving;
     let unread = reader.unread(segment, &Connection::new(fd)).unwrap_or(0);
     keep_error(slot, reader);
