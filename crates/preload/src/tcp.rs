@@ -131,7 +131,7 @@ impl Connection {
     }
 
     /// True if the next byte is urgent. The kernel then counts no bytes behind it, but `recv` skips it.
-    fn is_at_urgent_mark(self) -> bool {
+    fn is_at_mark(self) -> bool {
         // include/uapi/asm-generic/sockios.h
         const SIOCATMARK: c_long = 0x8905;
         let mut is_at_mark: c_int = 0;
@@ -290,9 +290,13 @@ impl Tcp for Connection {
 
     fn available(&self) -> io::Result<usize> {
         match rustix::io::ioctl_fionread(slots::borrow(self.fd))? {
-            0 if self.is_at_urgent_mark() => self.behind_urgent_mark(),
+            0 if self.is_at_mark() => self.behind_urgent_mark(),
             len => Ok(len as usize),
         }
+    }
+
+    fn is_at_urgent_mark(&self) -> bool {
+        self.is_at_mark()
     }
 
     fn received(&self) -> io::Result<u64> {

@@ -42,6 +42,11 @@ pub trait Tcp {
     /// Those of `ioctl(2)`.
     fn available(&self) -> io::Result<usize>;
 
+    /// True if the next byte is urgent: the mark, at which a call that has bytes from before it ends.
+    fn is_at_urgent_mark(&self) -> bool {
+        false
+    }
+
     /// Number of bytes received so far, with urgent bytes, which reading skips.
     ///
     /// # Errors

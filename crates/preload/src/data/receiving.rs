@@ -176,7 +176,11 @@ unsafe fn receive_accelerated(
         }
         // SAFETY: the caller's promise.
         let read = unsafe {
-            if is_peek { reader.peek(segment, &connection, to) } else { reader.read(segment, &connection, to) }
+            if is_peek {
+                reader.peek(segment, &connection, to)
+            } else {
+                reader.read_more(segment, &connection, to, sum > 0)
+            }
         };
         keep_error(slot, reader);
         match read {
@@ -187,7 +191,7 @@ unsafe fn receive_accelerated(
                 return Err(broken(slot, fd, &error.into()));
             }
         }
-        let is_done = to.left() == 0 || is_peek && sum > 0;
+        let is_done = to.left() == 0 || sum > 0 && (is_peek || reader.is_at_mark());
         if is_done && peeks_all && to.left() > 0 && more != Some(false) && waits(fd) {
             drop(receiving);
             more = Some(wait_for_more(slot, fd, *began.get_or_insert_with(Instant::now)));

@@ -212,10 +212,32 @@ pub(crate) unsafe extern "C" fn ioctl(fd: c_int, request: c_ulong, arg: c_ulong)
         unsafe { (arg as *mut c_int).write_unaligned(c_int::try_from(len).unwrap_or(c_int::MAX)) };
         return 0;
     }
+    if request as u32 == SIOCATMARK && arg != 0 && is_before_mark(fd) {
+        unsafe { (arg as *mut c_int).write_unaligned(0) };
+        return 0;
+    }
     if request as u32 == libc::FIOASYNC as u32 && arg != 0 && unsafe { (arg as *const c_int).read_unaligned() } != 0 {
         set_asynchronous(fd);
     }
     unsafe { real::ioctl(fd, request, arg) }
+}
+
+/// include/uapi/asm-generic/sockios.h
+const SIOCATMARK: u32 = 0x8905;
+
+/// Whether bytes of the ring come before a mark of an urgent byte, which goes by TCP.
+fn is_before_mark(fd: c_int) -> bool {
+    slots::find(fd).is_some_and(|number| data::is_before_tcp(number, fd))
+}
+
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn sockatmark(fd: c_int) -> c_int {
+    let mut is_at_mark: c_int = 0;
+    // The C library's own makes the system call without the function above.
+    match unsafe { ioctl(fd, SIOCATMARK.into(), (&raw mut is_at_mark) as c_ulong) } {
+        0 => is_at_mark,
+        result => result,
+    }
 }
 
 #[unsafe(no_mangle)]

@@ -90,6 +90,8 @@ pub struct Reader {
     is_broken: bool,
     /// Set while bytes are taken from the TCP connection. After a process was killed here, their number is unknown.
     is_taking: bool,
+    /// The last read has ended at the mark of an urgent byte.
+    is_at_mark: bool,
     /// Doorbells that have been discarded.
     discarded: u64,
     /// Wake-ups by the relay that have been taken back.
@@ -125,6 +127,7 @@ impl Reader {
             done: 0,
             is_broken: false,
             is_taking: false,
+            is_at_mark: false,
             discarded: 0,
             woken: 0,
             shown: 0,
@@ -394,7 +397,7 @@ impl Reader {
         discarded > 0
     }
 
-    /// Reads what is there, as far as it fits. An error of the TCP connection ends it early, and is kept for
+    /// Reads what is there, as far as it fits, and not across the mark of an urgent byte. An error of the TCP connection ends it early, and is kept for
     /// [`Reader::take_error`].
     ///
     /// # Errors
@@ -403,7 +406,26 @@ impl Reader {
     /// # Safety
     /// `to` must be writable memory that nothing borrows.
     pub unsafe fn read(&mut self, segment: &Segment, tcp: &impl Tcp, to: &mut Pieces<'_>) -> Result<usize, Broken> {
+        // SAFETY: the caller's promise.
+        unsafe { self.read_more(segment, tcp, to, false) }
+    }
+
+    /// As [`Reader::read`]. `has_some`: for a call that has read bytes already, and ends at a mark in front of the next.
+    ///
+    /// # Errors
+    /// [`Broken`].
+    ///
+    /// # Safety
+    /// As [`Reader::read`].
+    pub unsafe fn read_more(
+        &mut self,
+        segment: &Segment,
+        tcp: &impl Tcp,
+        to: &mut Pieces<'_>,
+        has_some: bool,
+    ) -> Result<usize, Broken> {
         let mut sum = 0;
+        self.is_at_mark = false;
         while to.left() > 0 {
             let len = match self.find(segment, tcp)? {
                 Found::Nothing => break,
@@ -418,6 +440,10 @@ impl Reader {
                         segment.wake_relay(tcp);
                     }
                     len
+                }
+                Found::Tcp(_) if (has_some || sum > 0) && tcp.is_at_urgent_mark() => {
+                    self.is_at_mark = true;
+                    break;
                 }
                 Found::Tcp(len) => {
                     self.begin_taking();
@@ -438,6 +464,11 @@ impl Reader {
             sum += len;
         }
         Ok(sum)
+    }
+
+    /// The last read has ended at the mark of an urgent byte.
+    pub fn is_at_mark(&self) -> bool {
+        self.is_at_mark
     }
 
     /// Bytes were read from the TCP connection. If a relay has brought no word of them, they are those of the closed ring that come again: the
@@ -535,6 +566,7 @@ impl Reader {
                     unsafe { ahead.copy_out(segment, to, len) };
                     len
                 }
+                Found::Tcp(_) if skipped == 0 && to.left() < before && tcp.is_at_urgent_mark() => 0,
                 Found::Tcp(len) if skipped <= PEEK_MAX && to.left() > 0 => {
                     let result = tcp.peek(to, len.min(to.left()), skipped);
                     let len = ahead.or_keep(result).unwrap_or(0);

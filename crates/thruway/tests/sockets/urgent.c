@@ -86,6 +86,43 @@ static void handing(int accepted) {
     must(status == 0, "the other process");
 }
 
+static int marked_flags, marked_length;
+
+/* Discards the bytes before the mark, as servers of telnet do, and then reads those behind it. */
+static void marking(int accepted) {
+    char byte, bytes[BEFORE + BEHIND];
+    echo(accepted);
+    must(read(all_sent[0], &byte, 1) == 1, "read");
+    long before = 1, n;
+    while ((n = sockatmark(accepted)) == 0) {
+        n = recv(accepted, bytes, marked_length, marked_flags);
+        must(n > 0 && memchr(bytes, 'b', n) == NULL, "recv");
+        before += n;
+    }
+    must(n == 1, "sockatmark");
+    n = recv(accepted, bytes, sizeof bytes, 0);
+    printf("%d bytes, flags %d: %ld before the mark, %ld behind it\n", marked_length, marked_flags, before, n);
+    must(n > 0 && memchr(bytes, 'a', n) == NULL, "recv");
+    must(send(accepted, "d", 1, 0) == 1, "send");
+}
+
+/* Sends bytes before an urgent one and behind it, when the child of `serve` is used to small messages. */
+static void send_around_mark(void (*serve)(int)) {
+    pid_t child = connect_to_child(serve);
+    for (int turn = 0; turn < 100; turn++) {
+        must(send(one, "p", 1, 0) == 1, "send");
+        exactly(one, 1);
+    }
+    char bytes[BEFORE];
+    memset(bytes, 'a', BEFORE);
+    must(send(one, bytes, BEFORE, 0) == BEFORE && send(one, "!", 1, MSG_OOB) == 1, "send");
+    memset(bytes, 'b', BEHIND);
+    must(send(one, bytes, BEHIND, 0) == BEHIND && write(all_sent[1], "s", 1) == 1, "send");
+    exactly(one, 1);
+    shutdown(one, SHUT_WR);
+    end_child(child);
+}
+
 int main(void) {
     alarm(60);
     must(pipe2(all_sent, O_CLOEXEC) == 0, "pipe");
@@ -105,18 +142,13 @@ int main(void) {
         shutdown(one, SHUT_WR);
         end_child(child);
     }
-    pid_t child = connect_to_child(handing);
-    for (int turn = 0; turn < 100; turn++) {
-        must(send(one, "p", 1, 0) == 1, "send");
-        exactly(one, 1);
+    send_around_mark(handing);
+    for (int flags = 0; flags <= MSG_WAITALL; flags += MSG_WAITALL) {
+        const int lengths[] = {BEFORE + BEHIND, BEFORE - 1, 700};
+        for (int i = 0; i < 3; i++) {
+            marked_flags = flags, marked_length = lengths[i];
+            send_around_mark(marking);
+        }
     }
-    char bytes[BEFORE];
-    memset(bytes, 'a', BEFORE);
-    must(send(one, bytes, BEFORE, 0) == BEFORE && send(one, "!", 1, MSG_OOB) == 1, "send");
-    memset(bytes, 'b', BEHIND);
-    must(send(one, bytes, BEHIND, 0) == BEHIND && write(all_sent[1], "s", 1) == 1, "send");
-    exactly(one, 1);
-    shutdown(one, SHUT_WR);
-    end_child(child);
     return 0;
 }
