@@ -32,6 +32,8 @@ pub(crate) struct Carried {
     room: Option<OwnedFd>,
     is_used: bool,
     is_declined: bool,
+    /// The descriptors that its process has sent did not arrive: the process uses it.
+    lacks_descriptors: bool,
     /// A doorbell met a connection that had ended.
     was_reset: bool,
     /// Something has happened that the process may wait for.
@@ -104,6 +106,7 @@ impl Carried {
             room: None,
             is_used: false,
             is_declined: false,
+            lacks_descriptors: false,
             was_reset: false,
             has_news: false,
             since: Instant::now(),
@@ -128,10 +131,21 @@ impl Carried {
         }
     }
 
-    /// The process does not want it any more, or this one has no descriptors left: TCP goes on.
+    /// The process does not want it any more: TCP goes on.
     pub(crate) fn decline(&mut self) {
         // Once it is used, TCP does not have all of it.
         self.is_declined |= !self.is_used;
+    }
+
+    /// The process has begun to use the segment, and this one had no descriptors left for what came with that.
+    pub(crate) fn lack_descriptors(&mut self) {
+        self.decline();
+        self.lacks_descriptors = self.is_declined;
+    }
+
+    /// Its process has not taken it for too long.
+    fn is_late(&self) -> bool {
+        !self.is_used && self.since.elapsed() > OFFER_PATIENCE
     }
 
     /// Carries it no more. `Lost` if bytes may be lost by that, of which the other relay should know. With the connection, if its process has
@@ -140,10 +154,12 @@ impl Carried {
         self.wake(false);
         // Where neither end has begun to use it, TCP has all of it and goes on.
         let is_unused = !self.outlet.is_open() && !self.inlet.is_open();
+        // Its process uses it, and this one cannot ring.
+        let is_without = self.lacks_descriptors && !is_unused || self.is_late() && self.inlet.is_open();
         let over = match over {
             _ if is_unused => Over::Finished,
             // The kernel reports the reset once, and the relay has taken the report.
-            Over::Finished if self.was_reset => Over::Lost,
+            Over::Finished if self.was_reset || is_without => Over::Lost,
             over => over,
         };
         self.segment.set_over(over);
@@ -157,7 +173,8 @@ impl Carried {
                 let _ = rustix::net::shutdown(tcp, rustix::net::Shutdown::Both);
             }
         }
-        let is_closed = over == Over::Finished && self.inlet.is_reader_gone(&self.segment);
+        let is_closed =
+            over == Over::Finished && self.inlet.is_reader_gone(&self.segment) && self.segment.is_tcp_left();
         let is_kept =
             is_closed && self.tcp.as_ref().is_some_and(|tcp| close_later(tcp, self.inlet.has_unread(&self.segment)));
         // SAFETY: it was the only value that this process uses.
@@ -225,8 +242,7 @@ impl Carried {
             return Err(Failed::Here);
         }
         let has_said_all = self.inlet.is_reader_gone(&self.segment) && self.outlet.is_ended(&self.segment);
-        let is_late = !self.is_used && self.since.elapsed() > OFFER_PATIENCE;
-        let is_going = has_said_all || self.segment.is_let_go() || !lives || is_late || self.is_declined;
+        let is_going = has_said_all || self.segment.is_let_go() || !lives || self.is_late() || self.is_declined;
         if link.has_room()
             && let Some(feedback) = self.inlet.feedback(&self.segment, is_idle || is_going)?
         {
@@ -242,5 +258,71 @@ impl Carried {
             return Ok(Pumped::Over);
         }
         Ok(if did { Pumped::Some } else { Pumped::Nothing })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io;
+    use thruway_sockets::iovecs::Pieces;
+    use thruway_sockets::{Reader, Tcp};
+
+    /// Of a process that only says that it reads.
+    struct Unused;
+
+    impl Tcp for Unused {
+        fn written(&self) -> io::Result<u64> {
+            unreachable!()
+        }
+        fn available(&self) -> io::Result<usize> {
+            unreachable!()
+        }
+        fn received(&self) -> io::Result<u64> {
+            unreachable!()
+        }
+        fn read(&self, _: &Pieces<'_>, _: usize) -> io::Result<usize> {
+            unreachable!()
+        }
+        fn peek(&self, _: &Pieces<'_>, _: usize, _: usize) -> io::Result<usize> {
+            unreachable!()
+        }
+        fn skip(&self, _: usize) -> io::Result<usize> {
+            unreachable!()
+        }
+        unsafe fn send(&self, _: *const u8, _: usize) -> io::Result<usize> {
+            unreachable!()
+        }
+        fn flush(&self) {
+            unreachable!()
+        }
+        fn doorbell(&self) {
+            unreachable!()
+        }
+    }
+
+    #[test]
+    fn a_connection_in_use_whose_descriptors_do_not_arrive_is_lost() {
+        for (is_used, lacks, over) in
+            [(true, true, Over::Lost), (false, true, Over::Finished), (false, false, Over::Finished)]
+        {
+            let (segment, fd) = Segment::create(4096).unwrap();
+            let process = Segment::adopt(fd).unwrap().as_relayed();
+            let end = End { addresses: [4; 40], is_higher: false };
+            let mut one = Carried::new(end, 1, 1, 1, segment);
+            if is_used {
+                Reader::new(thruway_sockets::End::Taker, 0).set_ready(&process, &Unused);
+            }
+            one.inlet.feedback(&one.segment, true).unwrap();
+            if lacks {
+                one.lack_descriptors();
+            } else {
+                one.decline();
+            }
+            assert_eq!(one.end(Over::Finished).0, over, "used: {is_used}, without descriptors: {lacks}");
+            assert_eq!(process.over(), over);
+            // SAFETY: this test's own mapping.
+            unsafe { process.unmap() };
+        }
     }
 }

@@ -4,8 +4,8 @@ use crate::Error;
 use rustix::fd::{AsFd, OwnedFd};
 use rustix::io::Errno;
 use rustix::net::{
-    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
-    SendFlags, SocketAddrUnix, SocketFlags, SocketType, sockopt,
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType, sockopt,
 };
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -38,16 +38,24 @@ impl Door {
     }
 
     /// A process that has connected, if one has; others' are turned away. It gets a description of this relay.
-    pub(crate) fn accept(&self, about: &About) -> Option<OwnedFd> {
+    ///
+    /// # Errors
+    /// [`Errno::AGAIN`] if none has, [`Errno::MFILE`] or [`Errno::NFILE`] if this process has no descriptors left.
+    pub(crate) fn accept(&self, about: &About) -> Result<OwnedFd, Errno> {
         for _ in 0..64 {
-            let socket = rustix::net::accept_with(&self.0, FLAGS).ok()?;
+            let socket = rustix::net::accept_with(&self.0, FLAGS)?;
             if is_ours(&socket) {
                 let _ =
                     rustix::net::send(&socket, about.encode().as_bytes(), SendFlags::NOSIGNAL | SendFlags::DONTWAIT);
-                return Some(socket);
+                return Ok(socket);
             }
         }
-        None
+        Err(Errno::AGAIN)
+    }
+
+    /// Turns away a process that has connected.
+    pub(crate) fn refuse(&self) {
+        drop(rustix::net::accept_with(&self.0, FLAGS));
     }
 }
 
@@ -67,7 +75,7 @@ pub struct About {
 }
 
 /// With the number of what processes and their relay have in common, where that changes.
-const ABOUT: &str = "thruway relay 2";
+const ABOUT: &str = "thruway relay 3";
 
 impl About {
     fn encode(&self) -> String {
@@ -126,6 +134,8 @@ pub(crate) enum Said {
     Wake,
     /// With its descriptors, if there are any.
     Request(Request, [Option<OwnedFd>; 3]),
+    /// With descriptors for which this process had no room.
+    Truncated(Request),
     /// It has gone.
     Gone,
 }
@@ -147,9 +157,12 @@ pub(crate) fn hear(socket: &OwnedFd) -> Option<Said> {
             if received.bytes == 0 {
                 return Some(Said::Gone);
             }
-            Some(
-                Request::decode(&message[..received.bytes]).map_or(Said::Wake, |request| Said::Request(request, files)),
-            )
+            let is_truncated = received.flags.contains(ReturnFlags::CTRUNC) && files[0].is_none();
+            Some(match Request::decode(&message[..received.bytes]) {
+                Some(request) if is_truncated => Said::Truncated(request),
+                Some(request) => Said::Request(request, files),
+                None => Said::Wake,
+            })
         }
         Err(Errno::AGAIN | Errno::INTR) => None,
         Err(_) => Some(Said::Gone),
@@ -189,7 +202,7 @@ mod tests {
             };
             assert_eq!(About::decode(&about.encode()), Some(about));
         }
-        for text in ["", ABOUT, "thruway relay 2\niwarp\n\nab\nmaybe\n/x", "thruway relay\niwarp\n\nab\nencrypts\n/x"] {
+        for text in ["", ABOUT, "thruway relay 3\niwarp\n\nab\nmaybe\n/x", "thruway relay\niwarp\n\nab\nencrypts\n/x"] {
             assert_eq!(About::decode(text), None, "{text}");
         }
     }

@@ -13,6 +13,7 @@ use crate::local::{self, About, Door, Said};
 use crate::meet::{Host, Peers};
 use rustix::event::epoll;
 use rustix::fd::{AsFd, BorrowedFd, OwnedFd};
+use rustix::io::Errno;
 use rustix::process::{Resource, Rlimit};
 use std::collections::{HashMap, HashSet};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
@@ -63,6 +64,12 @@ const PATIENCE: Duration = Duration::from_secs(60);
 const RETRY_AFTER: Duration = Duration::from_secs(10);
 /// An idle link is tried so often.
 const PING_INTERVAL: Duration = Duration::from_secs(10);
+/// Descriptors that a connection needs: TCP, waker and room. That many are free before a process is handed a segment.
+const DESCRIPTORS_OF_ONE: usize = 3;
+/// Most descriptors of a link.
+const DESCRIPTORS_OF_LINK: usize = 4;
+/// Descriptors for new processes and for links in the making.
+const DESCRIPTORS_SPARE: usize = 8;
 /// Messages of a link at a time.
 const TURN: usize = 16;
 
@@ -165,6 +172,8 @@ impl Relay {
             carried: HashMap::new(),
             by_end: HashMap::new(),
             closing: Closing::default(),
+            reserve: reserve(),
+            descriptors: descriptors(),
         };
         state.run(&events)
     }
@@ -222,6 +231,25 @@ struct State {
     carried: HashMap<u32, Carried>,
     by_end: HashMap<End, u32>,
     closing: Closing,
+    /// Most descriptors for processes, links and connections.
+    descriptors: usize,
+    /// A descriptor to turn processes away by when there is no other.
+    reserve: Option<OwnedFd>,
+}
+
+fn reserve() -> Option<OwnedFd> {
+    std::fs::File::open("/dev/null").map(OwnedFd::from).ok()
+}
+
+fn end_of(request: &Request) -> End {
+    End { addresses: *Key::addresses(&request.key), is_higher: request.is_higher }
+}
+
+/// Descriptors that this process may open.
+fn descriptors() -> usize {
+    let limit = rustix::process::getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
+    let open = std::fs::read_dir("/proc/self/fd").map_or(0, Iterator::count);
+    usize::try_from(limit).unwrap_or(usize::MAX).saturating_sub(open + DESCRIPTORS_SPARE)
 }
 
 impl State {
@@ -331,7 +359,14 @@ impl State {
                 DOOR => {
                     // The next poll reports the remaining new processes.
                     for _ in 0..LOCAL_TURN {
-                        let Some(socket) = self.door.accept(&self.about) else { break };
+                        let socket = match self.door.accept(&self.about) {
+                            Ok(socket) => socket,
+                            Err(Errno::MFILE | Errno::NFILE) => {
+                                self.refuse_at_door();
+                                continue;
+                            }
+                            Err(_) => break,
+                        };
                         let number = NUMBERS + u64::from(self.number());
                         self.watch(&socket, number);
                         self.clients.insert(number, socket);
@@ -354,6 +389,12 @@ impl State {
             match said {
                 Said::Wake => {}
                 Said::Request(request, files) => self.request(client, &request, files),
+                Said::Truncated(request) => {
+                    tracing::warn!("the limit of open files (ulimit -n) is reached: a connection is reset");
+                    if let Some(one) = self.carried_for(client, &request) {
+                        one.lack_descriptors();
+                    }
+                }
                 Said::Gone => {
                     self.clients.remove(&client);
                     self.wishes.retain(|_, wish| wish.client != client);
@@ -363,12 +404,25 @@ impl State {
         did
     }
 
+    /// A process's connection.
+    fn carried_for(&mut self, client: u64, request: &Request) -> Option<&mut Carried> {
+        let id = self.by_end.get(&end_of(request))?;
+        self.carried.get_mut(id).filter(|one| one.client == client)
+    }
+
+    /// Turns away a new process when no descriptors are left but the reserve. Otherwise it would stay at the door, and wake this loop again and
+    /// again.
+    fn refuse_at_door(&mut self) {
+        tracing::warn!("the limit of open files (ulimit -n) is reached: a process is turned away");
+        self.reserve = None;
+        self.door.refuse();
+        self.reserve = reserve();
+    }
+
     fn request(&mut self, client: u64, request: &Request, files: [Option<OwnedFd>; 3]) {
-        let end = End { addresses: *Key::addresses(&request.key), is_higher: request.is_higher };
+        let end = end_of(request);
         let Some(service) = request.service else {
-            let id = self.by_end.get(&end).copied();
-            let one = id.and_then(|id| self.carried.get_mut(&id)).filter(|one| one.client == client);
-            match (one, files) {
+            match (self.carried_for(client, request), files) {
                 (Some(one), [Some(tcp), waker, room]) => one.use_with(tcp, waker, room),
                 (Some(one), [None, ..]) => one.decline(),
                 (None, _) => self.wishes.retain(|other, wish| *other != end || wish.client != client),
@@ -471,6 +525,10 @@ impl State {
         if self.by_end.contains_key(&end) || !is_legal {
             return false;
         }
+        if !self.has_descriptors_for_one() {
+            tracing::warn!("the limit of open files (ulimit -n) is reached: a connection stays with TCP");
+            return false;
+        }
         let offered = Segment::create(ring).and_then(|(segment, fd)| {
             local::offer(wish.service, wish.key, &fd).inspect_err(|_| {
                 // SAFETY: nothing else knows it.
@@ -492,6 +550,15 @@ impl State {
         self.carried.insert(own, one);
         self.by_end.insert(end, own);
         true
+    }
+
+    /// Whether this process can get the descriptors of one more connection. For that it closes connections that processes have closed.
+    fn has_descriptors_for_one(&mut self) -> bool {
+        let carried = (self.carried.len() + 1) * DESCRIPTORS_OF_ONE;
+        let used = carried + self.links.len() * DESCRIPTORS_OF_LINK + self.clients.len();
+        let left = self.descriptors.checked_sub(used);
+        self.closing.keep_at_most(left.unwrap_or(0));
+        left.is_some()
     }
 
     fn hear_links(&mut self) -> bool {

@@ -131,6 +131,8 @@ pub(crate) const BELL_WRITER: u32 = 2;
 const ASKED: u32 = 1;
 /// In [`Head::tcp_back`].
 const DONE: u32 = 2;
+/// In [`Head::tcp_back`].
+const LEFT: u32 = 3;
 
 /// The head of a segment.
 #[repr(C, align(128))]
@@ -143,7 +145,8 @@ struct Head {
     over: AtomicU32,
     /// Relayed: the process does not use it any more, or never will.
     is_let_go: AtomicU32,
-    /// Relayed: the relay is to hold no descriptor of the connection any more ([`ASKED`]), and does not ([`DONE`]).
+    /// Relayed: the relay is to hold no descriptor of the connection any more ([`ASKED`]), and does not ([`DONE`]). Or it may keep its
+    /// descriptor for some time after the process has closed its own ([`LEFT`]).
     tcp_back: AtomicU32,
     /// Between two connections: one of [`IN_USE`] and what follows it.
     spare: AtomicU32,
@@ -466,13 +469,24 @@ impl Segment {
     /// if it has not done so yet.
     pub fn take_tcp_back(&self, tcp: &impl Tcp) -> bool {
         let back = &self.head().tcp_back;
-        if back.compare_exchange(0, ASKED, Ordering::SeqCst, Ordering::Relaxed).is_ok() {
+        let ask = |from| back.compare_exchange(from, ASKED, Ordering::SeqCst, Ordering::Relaxed).is_ok();
+        if ask(0) || ask(LEFT) {
             self.check_relay(tcp);
         }
         back.load(Ordering::Acquire) == DONE || self.over() != Over::No
     }
 
-    /// Whether the process wants that.
+    /// Lets the relay keep its descriptor of the connection when this process closes its own.
+    pub fn leave_tcp(&self) {
+        let _ = self.head().tcp_back.compare_exchange(0, LEFT, Ordering::SeqCst, Ordering::Relaxed);
+    }
+
+    /// Whether the relay may keep its descriptor.
+    pub fn is_tcp_left(&self) -> bool {
+        self.head().tcp_back.load(Ordering::Acquire) == LEFT
+    }
+
+    /// Whether the process wants it back.
     pub fn is_tcp_wanted_back(&self) -> bool {
         self.head().tcp_back.load(Ordering::Acquire) == ASKED
     }

@@ -830,6 +830,11 @@ impl Relayed {
         std::fs::rename(lab.path("key.pub"), lab.path("peers")).unwrap();
         std::fs::write(lab.path("policy.toml"), "[[rule]]\nports = \"1-65535\"\nmode = \"relay\"\n").unwrap();
         let started = |port: u16| {
+        Relayed::with_descriptors(more, None)
+    }
+
+    /// With a limit of descriptors for the relay.
+    fn with_descriptors(more: &[&str], limit: Option<u32>) -> Relayed {
             let port = port.to_string();
             let options = ["--remote", "--relay-port", &port, "--provider", "iwarp", "--key", &key];
             let options = options.map(str::to_owned).into_iter();
@@ -837,7 +842,10 @@ impl Relayed {
             let options = options.chain(files).chain(more.iter().map(|&option| option.to_owned()));
             let options: Vec<String> = options.collect();
             let run: Vec<&str> = options.iter().map(String::as_str).collect();
-            let output = finish(program(Some(&run), &["true"]));
+            let limits = limit.map(|limit| ["prlimit".to_owned(), format!("--nofile={limit}")]);
+            let limits = limits.iter().flatten().map(String::as_str);
+            let args: Vec<&str> = limits.chain([THRUWAY, "run"]).chain(run).chain(["--", "true"]).collect();
+            let output = finish(program(None, &args));
             let is_taken = support::stderr(&output).contains("in use");
             assert!(output.status.success() || is_taken, "{}", support::stderr(&output));
             output.status.success().then_some(options)
@@ -1090,6 +1098,15 @@ fn a_relay_that_is_not_what_was_asked_for_is_refused() {
         let options: Vec<&str> = own.chain(options.iter().copied()).collect();
         let output = finish(program(Some(&options), &["true"]));
         (output.status.code(), support::stderr(&output))
+/// Connections for which it has no descriptors stay with TCP, and all bytes arrive.
+#[test]
+fn a_relay_with_few_descriptors_carries_some_connections_and_leaves_the_others() {
+    let relayed = Relayed::with_descriptors(&[], Some(64));
+    let (_server, port) = Running::server(relayed.peers(&[], &["echo_server"]));
+    let counted = counters(&finish(relayed.peers(COUNTED, &["echo_client", &port, "24", "3"])));
+    assert!(counted["relayed"] > 0 && counted["relayed"] < 24 && counted["connections"] == 24, "{counted:?}");
+}
+
     };
     assert_eq!(run(&[], "").0, Some(0));
     let (status, told) = run(&[], "--plaintext");

@@ -19,14 +19,19 @@ const DOORBELLS_MAX: Duration = Duration::from_millis(20);
 /// the ring that nothing has read would not. `is_exit`: the process is about to end, and its threads may send by plain TCP until then.
 pub(crate) fn settle(slot: &Slot, fd: c_int, mut receiving: Receiving<'_>, is_exit: bool) {
     let connection = Connection::new(fd);
+    let is_shared = slot.is_foreign.load(Ordering::SeqCst) || slot.was_shared.load(Ordering::SeqCst);
+    let is_carried = receiving.segment.is_relayed() && receiving.segment.over() == Over::No;
+    let may_leave = is_carried && !is_shared && !is_exit && !connection.lingers();
+    if may_leave {
+        // The relay may end its part as soon as it knows that the reader has gone.
+        receiving.segment.leave_tcp();
+    }
     receiving.reader.set_gone(&receiving.segment, &connection);
     let has_all = honour_before_end(slot, fd);
     if !has_all {
         connection.reset_at_close();
     }
-    let is_shared = slot.is_foreign.load(Ordering::SeqCst) || slot.was_shared.load(Ordering::SeqCst);
-    let is_carried = receiving.segment.is_relayed() && receiving.segment.over() == Over::No;
-    let may_leave = has_all && is_carried && !is_shared && !is_exit && !connection.lingers();
+    let may_leave = may_leave && has_all && receiving.segment.over() == Over::No;
     let is_left = may_leave && receiving.reader.find(&receiving.segment, &connection) == Ok(Found::Nothing);
     if is_left {
         // The relay closes it later: a doorbell that is on its way would meet a closed socket, and reset the connection. Once the relay knows
