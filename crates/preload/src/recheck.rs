@@ -25,6 +25,11 @@ pub(crate) fn note_filter() {
     FILTERED.store(true, Ordering::Relaxed);
 }
 
+/// Calls that this library alone makes may end the program.
+pub(crate) fn is_filtered() -> bool {
+    FILTERED.load(Ordering::Relaxed)
+}
+
 /// The sleeps of one call, which looks at connections between them. For signals they are one sleep: a handler that runs between two of them
 /// ends the call, and the call's mask holds between them, too.
 pub(crate) struct Sleeps {
@@ -45,7 +50,7 @@ impl Sleeps {
 
     /// Limit of the next sleep of a call that has the given limit; the kernel is to be given [`Sleeps::mask`].
     pub(crate) fn next(&mut self, limit: Limit) -> Limit {
-        if FILTERED.load(Ordering::Relaxed) {
+        if is_filtered() {
             return limit;
         }
         if !self.mask.is_null() {

@@ -195,6 +195,18 @@ struct Free {
     used: AtomicU32,
     /// The allowance of these processes together: each may hold a lock of a slot while it waits.
     allowance: Allowance,
+    /// Changes by any of these processes to what epoll instances have registered, where several have both instance and connection.
+    changes: AtomicU32,
+}
+
+/// Counts a change of what an epoll instance has registered that other processes may not know of. Returns the number of earlier ones.
+pub(crate) fn count_change() -> u32 {
+    free().changes.fetch_add(1, Ordering::SeqCst)
+}
+
+/// Number of changes that were counted.
+pub(crate) fn changes() -> u32 {
+    free().changes.load(Ordering::SeqCst)
 }
 
 static ARENA: AtomicPtr<Free> = AtomicPtr::new(std::ptr::null_mut());
@@ -720,6 +732,12 @@ impl Slot {
         segment.filter(|segment| segment.address() == local(self.number()).segment.load(Ordering::Relaxed))
     }
 
+    /// A descriptor of the connection in this process. Read under one of the slot's locks, while the connection is accelerated: otherwise it
+    /// may be another file's by now.
+    pub(crate) fn descriptor(&self) -> i32 {
+        local(self.number()).fd.load(Ordering::Relaxed)
+    }
+
     fn number(&self) -> u32 {
         let at = |slot: &Slot| std::ptr::from_ref(slot).addr();
         ((at(self) - at(slot(0))) / size_of::<Slot>()) as u32
@@ -732,12 +750,6 @@ impl Slot {
         let (segment, writer, reader) =
             unsafe { (self.mapped_segment(), &mut *self.writer.get(), &mut *self.reader.get()) };
         if self.is_accelerated() { Some((segment?, writer.as_mut()?, reader.as_mut()?)) } else { None }
-    /// A descriptor of the connection in this process. Read under one of the slot's locks, while the connection is accelerated: otherwise it
-    /// may be another file's by now.
-    pub(crate) fn descriptor(&self) -> i32 {
-        local(self.number()).fd.load(Ordering::Relaxed)
-    }
-
     }
 
     /// Sets both directions. All three guards are held.

@@ -550,10 +550,6 @@ fn quiesce(
     Ok(rearmed.is_empty)
 }
 
-/// Bytes that a connection's receiver can have without waiting. `None` if it is not accelerated.
-pub(crate) fn unread(number: u32, fd: c_int) -> Option<usize> {
-    let slot = slots::slot(number);
-    let mut receiving = slot.receiving().ok()??;
 /// Whether bytes of the ring come before the next one of the TCP connection. False if the connection is not accelerated.
 pub(crate) fn is_before_tcp(number: u32, fd: c_int) -> bool {
     let slot = slots::slot(number);
@@ -564,6 +560,10 @@ pub(crate) fn is_before_tcp(number: u32, fd: c_int) -> bool {
     matches!(found, Ok(Found::Ring(_)))
 }
 
+/// Bytes that a connection's receiver can have without waiting. `None` if it is not accelerated.
+pub(crate) fn unread(number: u32, fd: c_int) -> Option<usize> {
+    let slot = slots::slot(number);
+    let mut receiving = slot.receiving().ok()??;
     let Receiving { segment, reader, .. } = &mut receiving;
     let unread = reader.unread(segment, &Connection::new(fd)).unwrap_or(0);
     keep_error(slot, reader);

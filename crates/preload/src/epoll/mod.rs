@@ -6,6 +6,7 @@
 //! asks the kernel; those that have been idle for long are left to doorbells.
 
 mod registration;
+mod shared;
 mod state;
 
 use crate::lock::{Guard, Lock};
@@ -15,9 +16,10 @@ use crate::wait::{self, Limit};
 use crate::{data, lock, real, relay, room, slots, switch, waker};
 use libc::{c_int, epoll_event, sigset_t, timespec};
 use registration::{
-    EDGE, ENDS, ONE_SHOT, READABLE, Registration, SPECIAL, WRITABLE, arm_connection, weight, with_room,
+    EDGE, ENDS, ONE_SHOT, PRIORITY, READABLE, Registration, SPECIAL, WRITABLE, arm_connection, weight, with_room,
 };
 use rustix::event::epoll::{EventData, EventFlags};
+pub(crate) use shared::{adopt, note_unseen};
 use state::{KERNEL_EVERY, State, forget};
 use std::cell::UnsafeCell;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicPtr, AtomicU8, AtomicU32, Ordering};
@@ -48,8 +50,12 @@ pub(crate) struct Instance {
     /// This process's connection to the relay, if it is registered with it; 0 if there was none, and -1 if it has ended.
     relay: AtomicI32,
     luck: AtomicI32,
+    /// Its place among all.
+    number: AtomicU32,
     /// One of its descriptors.
     ep: AtomicI32,
+    /// Changes by all processes of which this one knows ([`slots::changes`]).
+    changes: AtomicU32,
     is_used: AtomicBool,
 }
 
@@ -86,6 +92,11 @@ impl Instance {
 
 /// A descriptor is a new epoll instance.
 pub(crate) fn add(fd: c_int) {
+    add_as(fd, ALONE);
+}
+
+/// As [`add`]. `others`: what [`Instance::others`] begins with.
+fn add_as(fd: c_int, others: u8) {
     for (number, place) in ALL.iter().enumerate() {
         let mut at = place.load(Ordering::Acquire);
         if at.is_null() {
@@ -109,15 +120,17 @@ pub(crate) fn add(fd: c_int) {
         }
         // Not the threads that sleep: one that has since an earlier instance takes itself off when it wakes.
         instance.connections.store(0, Ordering::Relaxed);
-        instance.is_foreign.store(false, Ordering::Relaxed);
+        instance.is_foreign.store(others != ALONE, Ordering::Relaxed);
         instance.is_nested.store(false, Ordering::Relaxed);
         instance.has_inner.store(false, Ordering::Relaxed);
-        instance.others.store(ALONE, Ordering::Relaxed);
+        instance.others.store(others, Ordering::Relaxed);
         instance.descriptors.store(1, Ordering::Relaxed);
         instance.bell.store(0, Ordering::Relaxed);
         instance.relay.store(0, Ordering::Relaxed);
         instance.luck.store(4, Ordering::Relaxed);
         instance.ep.store(fd, Ordering::Relaxed);
+        instance.number.store(number as u32, Ordering::Relaxed);
+        instance.changes.store(slots::changes(), Ordering::Relaxed);
         return slots::set_epoll(fd, Some(number as u32));
     }
     slots::set_epoll(fd, None);
@@ -136,16 +149,22 @@ impl Instance {
     /// Wakes what sleeps in the kernel on it: a ring has something that the kernel does not know of.
     fn ring(&self, ep: c_int) {
         // Processes that have the instance from a fork before would not know the bell.
-        let is_alone = self.others.load(Ordering::SeqCst) == ALONE;
-        if is_alone && self.bell.load(Ordering::Relaxed) == 0 {
-            let bell = make_bell(ep).unwrap_or(-1);
-            if self.bell.compare_exchange(0, bell, Ordering::SeqCst, Ordering::Relaxed).is_err() && bell > 0 {
-                slots::close_hidden(bell);
-            }
+        if self.others.load(Ordering::SeqCst) == ALONE {
+            self.have_bell(ep);
         }
         let bell = self.bell.load(Ordering::Relaxed);
         if bell > 0 {
             let _ = rustix::io::write(slots::borrow(bell), &1u64.to_ne_bytes());
+        }
+    }
+
+    fn have_bell(&self, ep: c_int) {
+        if self.bell.load(Ordering::Relaxed) != 0 {
+            return;
+        }
+        let bell = make_bell(ep).unwrap_or(-1);
+        if self.bell.compare_exchange(0, bell, Ordering::SeqCst, Ordering::Relaxed).is_err() && bell > 0 {
+            slots::close_hidden(bell);
         }
     }
 
@@ -252,11 +271,16 @@ pub(crate) fn remove(fd: c_int, number: u32) {
     if bell > 0 {
         slots::close_hidden(bell);
     }
+    // The processes that still have it wait for these connections, too.
+    let is_handed = instance.others.load(Ordering::SeqCst) == HANDED;
     if let Ok(mut guard) = instance.lock.lock() {
         let state = std::mem::take(instance.state(&mut guard));
         for one in state.registrations.iter().filter(|one| one.fd >= 0) {
             // Also for what waits for the instance by another descriptor.
             waker::unregister(number, fd, one.number);
+            if is_handed {
+                shared::count_unseen(one.number);
+            }
             forget(one);
         }
     }
@@ -310,9 +334,14 @@ pub(crate) fn hand_over(number: u32) {
 /// Before this process forks.
 pub(crate) fn before_fork() {
     for instance in instances() {
-        if instance.is_used.load(Ordering::SeqCst) {
-            instance.others.fetch_max(FORKED, Ordering::SeqCst);
+        if !instance.is_used.load(Ordering::SeqCst) {
+            continue;
         }
+        if instance.others.load(Ordering::SeqCst) == ALONE && switch::has_accelerated() {
+            // Both know it from here on.
+            instance.have_bell(instance.ep.load(Ordering::Relaxed));
+        }
+        instance.others.fetch_max(FORKED, Ordering::SeqCst);
     }
 }
 
@@ -358,7 +387,7 @@ pub(crate) unsafe fn control(
     }
     let Ok(mut guard) = instance.lock.lock() else { return plain() };
     let _expected = (operation == libc::EPOLL_CTL_ADD).then(|| Expected::new(instance, connection));
-    let result = plain();
+    let result = instance.change_for_all(connection, plain);
     if result != 0 {
         let error = data::errno();
         drop(guard);
@@ -375,81 +404,30 @@ pub(crate) unsafe fn control(
     let at = state.find(connection, Some(fd));
     if is_kernels {
         if let Some(at) = at {
-            waker::unregister(number, ep, connection);
-            state.end(at);
-            instance.connections.fetch_sub(1, Ordering::Relaxed);
+            instance.unregister(number, state, at);
         }
         return 0;
     }
     match (operation, at, event) {
         (libc::EPOLL_CTL_ADD, None, Some(event)) => {
-            let one = Registration {
-                number: connection,
-                fd,
-                events: event.events,
-                data: event.u64,
-                is_hot: false,
-                idle: 0,
-                told: u64::MAX,
-                is_owed: false,
-                is_renewed: false,
-                is_muted: false,
-                is_owed_room: false,
-                is_leaving: false,
-                is_inherited: false,
-            };
-            let at = state.free.pop().map_or_else(
-                || {
-                    state.registrations.push(Registration { number: 0, fd: -1, ..one });
-                    state.registrations.len() - 1
-                },
-                |at| at as usize,
-            );
-            // A place that was hot when it became free is still in the list.
-            let is_hot = state.registrations[at].is_hot;
-            state.registrations[at] = Registration { is_hot, ..one };
-            state.index(event.u64, at as u32);
-            instance.connections.fetch_add(1, Ordering::SeqCst);
-            if let Some(relay) = relay::lifeline() {
-                instance.watch_relay(relay);
-            }
-            let local = slots::local(connection);
-            {
-                // Another thread may register it with another instance at this moment.
-                let alone = slots::slot(connection).upgrading.lock();
-                let is_first = alone.is_ok() && local.registrations.load(Ordering::SeqCst) == 0;
-                local.instance.store(if is_first { number } else { slots::SEVERAL }, Ordering::Relaxed);
-                local.place.store(at as u32, Ordering::Relaxed);
-                local.registrations.fetch_add(weight(event.events), Ordering::SeqCst);
-            }
-            slots::slot(connection).is_watched.store(true, Ordering::Relaxed);
-            is_new = Some(at as u32);
+            is_new = Some(instance.register(number, state, connection, fd, event));
         }
         (libc::EPOLL_CTL_MOD, Some(at), Some(event)) => {
-            state.unindex(at as u32);
-            let one = &mut state.registrations[at];
+            let one = &state.registrations[at];
             if one.data != event.u64 || (one.events ^ event.events) & (SPECIAL | EDGE | libc::EPOLLIN as u32) != 0 {
                 // It is registered again before a thread sleeps, if it is still wanted.
                 waker::unregister(number, ep, connection);
             }
-            let local = slots::local(connection);
-            local.registrations.fetch_add(weight(event.events), Ordering::SeqCst);
-            local.registrations.fetch_sub(weight(one.events), Ordering::SeqCst);
-            // What is there is an event again, as with the kernel.
-            (one.events, one.data, one.told, one.is_owed) = (event.events, event.u64, u64::MAX, false);
+            state.modify(at, event);
+            let one = &mut state.registrations[at];
             if std::mem::take(&mut one.is_renewed) {
                 // That may have been after the program's own call, with what was wanted before.
                 one.renew(ep, one.events);
             }
             (one.is_muted, one.is_owed_room) = (false, false);
-            state.index(event.u64, at as u32);
             is_new = Some(at as u32);
         }
-        (libc::EPOLL_CTL_DEL, Some(at), _) => {
-            waker::unregister(number, ep, connection);
-            state.end(at);
-            instance.connections.fetch_sub(1, Ordering::Relaxed);
-        }
+        (libc::EPOLL_CTL_DEL, Some(at), _) => instance.unregister(number, state, at),
         _ => {}
     }
     // What is there already is to be told, also to a thread that sleeps now.
@@ -466,7 +444,10 @@ pub(crate) unsafe fn control(
         let rings = one.events & SPECIAL != 0 || !is_alone || !has_no_sleeper(number);
         let mut must_ring = rings && !arm_connection(connection) && one.events & READABLE != 0;
         one.is_owed = must_ring && one.events & SPECIAL != 0;
-        if one.is_owed && one.events & ONE_SHOT != 0 {
+        // Where the kernel's events are returned as they are, this process looks at the ring until it is empty.
+        one.is_inherited = must_ring && instance.is_foreign.load(Ordering::Relaxed);
+        // If several processes have the instance, the one that takes back the bell does so.
+        if one.is_owed && one.events & ONE_SHOT != 0 && instance.others.load(Ordering::SeqCst) == ALONE {
             // The kernel has to give the event, and to be done with it then. That something can be sent is one that it gives now.
             one.renew(ep, one.events | libc::EPOLLOUT as u32);
             must_ring = false;
@@ -480,6 +461,35 @@ pub(crate) unsafe fn control(
         }
     }
     0
+}
+
+impl Instance {
+    /// Remembers a registration that the kernel has. The place of it.
+    fn register(&self, number: u32, state: &mut State, connection: u32, fd: c_int, event: epoll_event) -> u32 {
+        let at = state.add(Registration::new(connection, fd, event));
+        self.connections.fetch_add(1, Ordering::SeqCst);
+        if let Some(relay) = relay::lifeline() {
+            self.watch_relay(relay);
+        }
+        let local = slots::local(connection);
+        {
+            // Another thread may register it with another instance at this moment.
+            let alone = slots::slot(connection).upgrading.lock();
+            let is_first = alone.is_ok() && local.registrations.load(Ordering::SeqCst) == 0;
+            local.instance.store(if is_first { number } else { slots::SEVERAL }, Ordering::Relaxed);
+            local.place.store(at, Ordering::Relaxed);
+            local.registrations.fetch_add(weight(event.events), Ordering::SeqCst);
+        }
+        slots::slot(connection).is_watched.store(true, Ordering::Relaxed);
+        at
+    }
+
+    /// Forgets a registration that the kernel has no more.
+    fn unregister(&self, number: u32, state: &mut State, at: usize) {
+        waker::unregister(number, self.ep.load(Ordering::Relaxed), state.registrations[at].number);
+        state.end(at);
+        self.connections.fetch_sub(1, Ordering::Relaxed);
+    }
 }
 
 /// A registration in progress. A thread that closes the connection waits for its end.
@@ -744,6 +754,7 @@ pub(crate) unsafe fn wait(
     let found = number.and_then(|number| instance(number).map(|instance| (number, instance)));
     let Some((number, instance)) = found else { return plain() };
     let limit = limit();
+    instance.catch_up();
     let is_plain = || {
         let has_none = instance.connections.load(Ordering::SeqCst) == 0 || !switch::has_accelerated();
         has_none || instance.is_foreign.load(Ordering::Relaxed) || max <= 0 || events.is_null()
@@ -751,12 +762,14 @@ pub(crate) unsafe fn wait(
     if instance.is_foreign.load(Ordering::Relaxed) && max > 0 && !events.is_null() {
         // SAFETY: the caller's promise.
         let out = unsafe { std::slice::from_raw_parts_mut(events, max as usize) };
-        let first = instance.lock.lock().map_or(0, |mut guard| instance.state(&mut guard).inherited(out));
-        if first > 0 {
-            let rest = &mut out[first..];
-            let none = timespec { tv_sec: 0, tv_nsec: 0 };
-            let more = if rest.is_empty() { 0 } else { real(rest.as_mut_ptr(), rest.len() as c_int, Some(none), mask) };
-            return merge(instance, out, first, more.max(0) as usize) as c_int;
+        let none = timespec { tv_sec: 0, tv_nsec: 0 };
+        let ask_kernel = |rest: &mut [epoll_event]| match rest {
+            [] => 0,
+            _ => real(rest.as_mut_ptr(), rest.len() as c_int, Some(none), mask).max(0) as usize,
+        };
+        let found = shared::inherited(instance, out, ask_kernel);
+        if found > 0 {
+            return found as c_int;
         }
     }
     let mut plain_ready = None;
@@ -776,7 +789,10 @@ pub(crate) unsafe fn wait(
     if let Some(ready) = plain_ready {
         // A connection that was accelerated during the call may have its waker in the instance, and so may a connection of another process
         // that shares the instance. In a shared instance, doorbells ring for all connections.
-        let rings = || instance.connections.load(Ordering::SeqCst) > 0 && switch::has_accelerated();
+        let rings = || {
+            let has_any = instance.connections.load(Ordering::SeqCst) > 0 || instance.is_behind();
+            has_any && switch::has_accelerated()
+        };
         // SAFETY: the kernel has written as many.
         let said = || unsafe { std::slice::from_raw_parts(events, ready as usize) };
         if ready <= 0 || !rings() && !said().iter().any(|event| is_ours(event.u64)) {
@@ -898,6 +914,7 @@ fn correct(instance: &Instance, events: &mut [epoll_event]) -> usize {
     if events.iter().any(|event| { event.u64 } == RELAY) {
         relay::look();
     }
+    instance.catch_up();
     let Ok(mut guard) = instance.lock.lock() else { return events.len() };
     let state = instance.state(&mut guard);
     let mut kept = 0;
@@ -911,6 +928,9 @@ fn correct(instance: &Instance, events: &mut [epoll_event]) -> usize {
         let mut events_now = event.events;
         if { event.u64 } == BELL {
             instance.quiet_bell();
+            if instance.others.load(Ordering::SeqCst) != ALONE {
+                state.offer_one_shots(instance.ep.load(Ordering::Relaxed));
+            }
         }
         if is_ours(event.u64) {
             continue;
@@ -938,7 +958,7 @@ fn correct(instance: &Instance, events: &mut [epoll_event]) -> usize {
             }
             let is_room_news = events_now & WRITABLE != 0 && std::mem::take(&mut one.is_owed_room);
             let may_have_blocked = || is_room_news || data::may_have_blocked(slot);
-            if events_now & READABLE != 0 && events_now & (ENDS | libc::EPOLLPRI as u32) == 0 {
+            if events_now & READABLE != 0 && events_now & (ENDS | PRIORITY) == 0 {
                 if data::is_readable(slot) {
                     if let Some(receiving) = slot.try_receiving() {
                         let tail = receiving.reader.tail(&receiving.segment).load(Ordering::Acquire);

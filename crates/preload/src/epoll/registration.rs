@@ -8,6 +8,7 @@ use std::sync::atomic::Ordering;
 
 pub(super) const READABLE: u32 = (libc::EPOLLIN | libc::EPOLLRDNORM) as u32;
 pub(super) const WRITABLE: u32 = (libc::EPOLLOUT | libc::EPOLLWRNORM) as u32;
+pub(super) const PRIORITY: u32 = libc::EPOLLPRI as u32;
 pub(super) const ENDS: u32 = (libc::EPOLLHUP | libc::EPOLLRDHUP | libc::EPOLLERR) as u32;
 pub(super) const EDGE: u32 = libc::EPOLLET as u32;
 pub(super) const ONE_SHOT: u32 = libc::EPOLLONESHOT as u32;
@@ -63,6 +64,25 @@ pub(super) fn wait_for_room(ep: c_int, descriptor: c_int, number: u32) -> bool {
 }
 
 impl Registration {
+    /// A new registration of the program.
+    pub(super) fn new(number: u32, fd: c_int, event: epoll_event) -> Registration {
+        Registration {
+            number,
+            fd,
+            events: event.events,
+            data: event.u64,
+            is_hot: false,
+            idle: 0,
+            told: u64::MAX,
+            is_owed: false,
+            is_renewed: false,
+            is_muted: false,
+            is_owed_room: false,
+            is_leaving: false,
+            is_inherited: false,
+        }
+    }
+
     /// A descriptor of the connection: the one that was registered may be another file by now.
     pub(super) fn descriptor(&self) -> c_int {
         slots::local(self.number).fd.load(Ordering::Relaxed)
@@ -138,7 +158,7 @@ impl Registration {
         if data::is_readable(slots::slot(self.number)) {
             return events | self.events & libc::EPOLLIN as u32;
         }
-        let may_be_doorbell = events & READABLE != 0 && events & (ENDS | libc::EPOLLPRI as u32) == 0;
+        let may_be_doorbell = events & READABLE != 0 && events & (ENDS | PRIORITY) == 0;
         if may_be_doorbell && wait::is_doorbell(self.number, self.descriptor()) {
             events &= !READABLE;
         }

@@ -1,6 +1,6 @@
 //! What an epoll instance has registered, and which of it is looked at.
 
-use super::registration::{EDGE, READABLE, Registration, SPECIAL, arm_connection, weight};
+use super::registration::{EDGE, ONE_SHOT, READABLE, Registration, SPECIAL, arm_connection, weight};
 use crate::{data, recheck, room, slots};
 use libc::{c_int, epoll_event};
 use std::collections::HashMap;
@@ -45,6 +45,35 @@ impl State {
         let at = self.registrations.iter().position(is_it)?;
         local.place.store(at as u32, Ordering::Relaxed);
         Some(at)
+    }
+
+    /// Takes a place for a registration.
+    pub(super) fn add(&mut self, one: Registration) -> u32 {
+        let at = self.free.pop().map_or_else(
+            || {
+                self.registrations.push(Registration { number: 0, fd: -1, ..one });
+                self.registrations.len() - 1
+            },
+            |at| at as usize,
+        );
+        // A place that was hot when it became free is still in the list.
+        let is_hot = self.registrations[at].is_hot;
+        let data = one.data;
+        self.registrations[at] = Registration { is_hot, ..one };
+        self.index(data, at as u32);
+        at as u32
+    }
+
+    /// The program has changed a registration.
+    pub(super) fn modify(&mut self, at: usize, event: epoll_event) {
+        self.unindex(at as u32);
+        let one = &mut self.registrations[at];
+        let local = slots::local(one.number);
+        local.registrations.fetch_add(weight(event.events), Ordering::SeqCst);
+        local.registrations.fetch_sub(weight(one.events), Ordering::SeqCst);
+        // What is there is an event again, as with the kernel.
+        (one.events, one.data, one.told, one.is_owed) = (event.events, event.u64, u64::MAX, false);
+        self.index(event.u64, at as u32);
     }
 
     pub(super) fn end(&mut self, at: usize) {
@@ -167,19 +196,34 @@ impl State {
         }
     }
 
-    /// Events of connections that had bytes before this process was forked; the number of them.
+    pub(super) fn has_inherited(&self) -> bool {
+        self.registrations.iter().any(|one| one.is_inherited && one.fd >= 0)
+    }
+
+    /// Events of connections whose bytes no doorbell has announced to this process; the number of them.
     pub(super) fn inherited(&mut self, out: &mut [epoll_event]) -> usize {
         let mut found = 0;
         for one in self.registrations.iter_mut().filter(|one| one.is_inherited && one.fd >= 0) {
-            let is_wanted = one.events & READABLE != 0 && one.events & SPECIAL == 0;
-            one.is_inherited = is_wanted && data::is_readable(slots::slot(one.number));
-            if one.is_inherited && found < out.len() {
+            one.is_inherited = one.events & SPECIAL == 0 && data::is_readable(slots::slot(one.number));
+            if one.is_inherited && one.events & READABLE != 0 && found < out.len() {
                 out[found] = epoll_event { events: READABLE & one.events, u64: one.data };
                 found += 1;
                 one.is_inherited = one.events & EDGE == 0;
             }
         }
         found
+    }
+
+    /// Has the kernel give the one event of each registration that is good for one and whose connection has bytes that no doorbell has
+    /// announced.
+    pub(super) fn offer_one_shots(&mut self, ep: c_int) {
+        for one in self.registrations.iter_mut().filter(|one| one.fd >= 0 && one.is_owed && one.events & ONE_SHOT != 0)
+        {
+            one.is_owed = false;
+            if data::is_readable(slots::slot(one.number)) {
+                one.renew(ep, one.events | libc::EPOLLOUT as u32);
+            }
+        }
     }
 
     pub(super) fn is_readable(&mut self) -> bool {

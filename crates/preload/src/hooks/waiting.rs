@@ -108,9 +108,18 @@ fn created(fd: c_int) -> c_int {
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn epoll_ctl(ep: c_int, operation: c_int, fd: c_int, event: *mut epoll_event) -> c_int {
     let plain = || unsafe { real::epoll_ctl(ep, operation, fd, event) };
-    match slots::find_epoll(ep) {
+    match slots::find_epoll(ep).or_else(|| epoll::adopt(ep, fd)) {
         Some(number) => unsafe { epoll::control(number, ep, operation, fd, event, plain) },
-        None => plain(),
+        None => {
+            let result = plain();
+            if result == 0
+                && operation == libc::EPOLL_CTL_ADD
+                && let Some(connection) = slots::find(fd)
+            {
+                epoll::note_unseen(connection);
+            }
+            result
+        }
     }
 }
 

@@ -1,0 +1,216 @@
+/* An epoll instance that several processes have. Each of them changes what is registered, and another one waits: it gets the events that the
+ * kernel would give. The peer makes no call meanwhile.
+ */
+#define _GNU_SOURCE
+#include "common.h"
+#include "pair.h"
+#include <poll.h>
+#include <sys/epoll.h>
+
+enum { TURNS = 60, LENGTH = 3000, CONNECTION = 5, PIPE = 6 };
+
+static char message[LENGTH];
+/* Has the connection registered, and has looked at it. */
+static int own;
+/* For the two processes to take turns. */
+static int to_child[2], to_parent[2];
+
+static void begin(void) {
+    struct epoll_event event = {.events = EPOLLIN, .data.u64 = CONNECTION};
+    own = epoll_create1(EPOLL_CLOEXEC);
+    connect_pair(0, 0, 0);
+    must(epoll_ctl(own, EPOLL_CTL_ADD, other, &event) == 0, "epoll_ctl");
+    for (int turn = 0; turn < TURNS; turn++) {
+        must(send(one, message, LENGTH, 0) == LENGTH, "send");
+        must(epoll_wait(own, &event, 1, 60000) == 1, "epoll_wait");
+        must(recv(other, message, LENGTH, 0) == LENGTH, "recv");
+        must(send(other, message, 64, 0) == 64, "send");
+        exactly(one, 64);
+    }
+    must(pipe(to_child) == 0 && pipe(to_parent) == 0, "pipe");
+    fflush(stdout);
+}
+
+static void end(pid_t child) {
+    int status, all[] = {one, other, own, to_child[0], to_child[1], to_parent[0], to_parent[1]};
+    must(waitpid(child, &status, 0) == child && status == 0, "the child");
+    for (unsigned i = 0; i < sizeof all / sizeof *all; i++)
+        close(all[i]);
+}
+
+static void tell(int to[2]) { must(write(to[1], "x", 1) == 1, "write"); }
+
+static void hear(int from[2]) {
+    char byte;
+    must(read(from[0], &byte, 1) == 1, "read");
+}
+
+/* Starts a child, which alarm(2) ends if it waits in vain. */
+static pid_t start(void) {
+    pid_t child = fork();
+    must(child >= 0, "fork");
+    if (child == 0)
+        alarm(60);
+    return child;
+}
+
+/* One process takes the registration out, or changes it (`events`), while bytes are unread. The other one is not told of them. */
+static void changed(int operation, unsigned events, int is_by_child) {
+    struct epoll_event event = {.events = events, .data.u64 = CONNECTION};
+    begin();
+    must(send(one, message, LENGTH, 0) == LENGTH, "send");
+    pid_t child = start();
+    if ((child == 0) == is_by_child) {
+        must(epoll_ctl(own, operation, other, &event) == 0, "epoll_ctl");
+        tell(is_by_child ? to_parent : to_child);
+    } else {
+        hear(is_by_child ? to_parent : to_child);
+        for (int i = 0; i < 3; i++)
+            must(epoll_wait(own, &event, 1, 0) == 0, "an event of a registration that has ended");
+    }
+    if (child == 0)
+        _exit(0);
+    end(child);
+}
+
+/* A child with room for one event learns of a pipe, too, while it leaves bytes unread. */
+static void one_event_at_a_time(void) {
+    struct epoll_event event = {.events = EPOLLIN, .data.u64 = PIPE};
+    begin();
+    must(epoll_ctl(own, EPOLL_CTL_ADD, to_child[0], &event) == 0, "epoll_ctl");
+    must(send(one, message, LENGTH, 0) == LENGTH, "send");
+    pid_t child = start();
+    if (child == 0) {
+        int connection = 0, pipe = 0;
+        tell(to_child);
+        while (!connection || !pipe) {
+            must(epoll_wait(own, &event, 1, 60000) == 1, "epoll_wait");
+            (event.data.u64 == PIPE ? pipe++ : connection++);
+        }
+        _exit(0);
+    }
+    end(child);
+}
+
+/* A connection with unread bytes is registered with another instance after the fork. The other process waits for that. */
+static void registered_later(unsigned events, int is_by_child, int is_first) {
+    struct epoll_event event = {.events = events, .data.u64 = CONNECTION};
+    begin();
+    int shared = epoll_create1(EPOLL_CLOEXEC);
+    must(send(one, message, LENGTH, 0) == LENGTH, "send");
+    pid_t child = start();
+    int *way = is_by_child ? to_parent : to_child;
+    if ((child == 0) == is_by_child) {
+        if (!is_first)
+            hear(is_by_child ? to_child : to_parent);
+        must(epoll_ctl(shared, EPOLL_CTL_ADD, other, &event) == 0, "epoll_ctl");
+        tell(way);
+    } else {
+        if (is_first)
+            hear(way);
+        else
+            tell(is_by_child ? to_child : to_parent);
+        must(epoll_wait(shared, &event, 1, 60000) == 1, "epoll_wait");
+        must(event.events == EPOLLIN && event.data.u64 == CONNECTION, "the event");
+        exactly(other, LENGTH);
+    }
+    if (child == 0)
+        _exit(0);
+    end(child);
+    close(shared);
+}
+
+/* A server of blocking sockets, which reads each request exactly: an event without data would have it wait. */
+static void served_by_a_child(unsigned events, int is_registered_by_child) {
+    struct epoll_event event = {.events = events, .data.u64 = CONNECTION};
+    begin();
+    int shared = epoll_create1(EPOLL_CLOEXEC);
+    pid_t child = start();
+    if ((child == 0) == is_registered_by_child) {
+        must(epoll_ctl(shared, EPOLL_CTL_ADD, other, &event) == 0, "epoll_ctl");
+        tell(is_registered_by_child ? to_parent : to_child);
+    } else {
+        hear(is_registered_by_child ? to_parent : to_child);
+    }
+    if (child == 0) {
+        for (int turn = 0; turn < TURNS; turn++) {
+            must(epoll_wait(shared, &event, 1, 60000) == 1, "epoll_wait");
+            must(recv(other, message, 64, 0) == 64 && send(other, message, 64, 0) == 64, "a request");
+            event = (struct epoll_event){.events = events, .data.u64 = CONNECTION};
+            must(!(events & EPOLLONESHOT) || epoll_ctl(shared, EPOLL_CTL_MOD, other, &event) == 0, "epoll_ctl");
+        }
+        _exit(0);
+    }
+    for (int turn = 0; turn < TURNS; turn++) {
+        must(send(one, message, 64, 0) == 64, "send");
+        exactly(one, 64);
+    }
+    end(child);
+    close(shared);
+}
+
+/* Sends a descriptor, or receives it if that is -1. */
+static int pass(int through, int fd) {
+    char byte = 'x', space[CMSG_SPACE(sizeof(int))] = {0};
+    struct iovec text = {&byte, 1};
+    struct msghdr header = {.msg_iov = &text, .msg_iovlen = 1, .msg_control = space, .msg_controllen = sizeof space};
+    struct cmsghdr *rights = CMSG_FIRSTHDR(&header);
+    if (fd < 0) {
+        must(recvmsg(through, &header, 0) == 1, "recvmsg");
+        memcpy(&fd, CMSG_DATA(rights), sizeof fd);
+        return fd;
+    }
+    *rights = (struct cmsghdr){.cmsg_len = CMSG_LEN(sizeof fd), .cmsg_level = SOL_SOCKET, .cmsg_type = SCM_RIGHTS};
+    memcpy(CMSG_DATA(rights), &fd, sizeof fd);
+    must(sendmsg(through, &header, 0) == 1, "sendmsg");
+    return fd;
+}
+
+/* A connection is registered with an instance that another process has made, beside its own. */
+static void received(unsigned events) {
+    struct epoll_event event = {.events = events, .data.u64 = CONNECTION};
+    int way[2];
+    char byte;
+    must(socketpair(AF_UNIX, SOCK_STREAM, 0, way) == 0, "socketpair");
+    fflush(stdout);
+    pid_t child = start();
+    if (child == 0) {
+        pass(way[1], epoll_create1(0));
+        must(read(way[1], &byte, 1) == 1, "read");
+        _exit(0);
+    }
+    int given = pass(way[0], -1);
+    begin();
+    must(epoll_ctl(given, EPOLL_CTL_ADD, other, &event) == 0, "epoll_ctl");
+    for (int turn = 0; turn < 3; turn++) {
+        must(send(one, message, LENGTH, 0) == LENGTH, "send");
+        must(epoll_wait(given, &event, 1, 60000) == 1, "epoll_wait");
+        must(event.events == EPOLLIN && event.data.u64 == CONNECTION, "the event");
+        must(recv(other, message, LENGTH, 0) == LENGTH, "recv");
+        must(epoll_wait(given, &event, 1, 0) == 0, "an event without data");
+    }
+    must(write(way[0], "x", 1) == 1, "write");
+    end(child);
+    close(given);
+    close(way[0]);
+    close(way[1]);
+}
+
+int main(void) {
+    alarm(60);
+    for (int is_by_child = 0; is_by_child < 2; is_by_child++) {
+        changed(EPOLL_CTL_DEL, 0, is_by_child);
+        changed(EPOLL_CTL_MOD, EPOLLPRI, is_by_child);
+        changed(EPOLL_CTL_MOD, 0, is_by_child);
+        unsigned events[] = {EPOLLIN, EPOLLIN | EPOLLET, EPOLLIN | EPOLLONESHOT, EPOLLIN | EPOLLEXCLUSIVE};
+        for (int i = 0; i < 4; i++) {
+            registered_later(events[i], is_by_child, 1);
+            registered_later(events[i], is_by_child, 0);
+            served_by_a_child(events[i], is_by_child);
+        }
+    }
+    one_event_at_a_time();
+    received(EPOLLIN);
+    received(EPOLLIN | EPOLLET);
+    return 0;
+}
