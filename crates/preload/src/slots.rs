@@ -195,11 +195,11 @@ struct Free {
     used: AtomicU32,
     /// The allowance of these processes together: each may hold a lock of a slot while it waits.
     allowance: Allowance,
-    /// Changes by any of these processes to what epoll instances have registered, where several have both instance and connection.
+    /// Number of changes, by any of these processes, of registrations where several processes have the epoll instance and the connection.
     changes: AtomicU32,
 }
 
-/// Counts a change of what an epoll instance has registered that other processes may not know of. Returns the number of earlier ones.
+/// Counts a change of a registration with a shared epoll instance. Returns the number of earlier changes.
 pub(crate) fn count_change() -> u32 {
     free().changes.fetch_add(1, Ordering::SeqCst)
 }

@@ -1,5 +1,5 @@
-//! Epoll instances that several processes have. Each process remembers its own registrations; the kernel has those of all. A process that changes
-//! a registration which others may have counts the change, and these compare what they remember with what the kernel has.
+//! Epoll instances of several processes. Each process has a list of its own registrations; the kernel has those of all processes. A process that
+//! changes a registration of a shared connection counts the change. The others then compare their lists with the kernel's.
 
 use super::registration::{EDGE, ONE_SHOT, PRIORITY, READABLE, Registration, SPECIAL, WRITABLE};
 use super::state::State;
@@ -10,10 +10,10 @@ use libc::{c_int, epoll_event};
 use rustix::fs::{fstat, readlink};
 use std::sync::atomic::Ordering;
 
-/// What a program asks for.
+/// Events and flags of the program; the kernel adds others.
 const PROGRAMS: u32 = READABLE | WRITABLE | PRIORITY | EDGE | libc::EPOLLRDHUP as u32;
 
-/// What the kernel has registered with an instance.
+/// A registration of an instance in the kernel.
 struct Entry {
     /// In the process that registered it.
     fd: c_int,
@@ -71,7 +71,7 @@ impl Entry {
     }
 }
 
-/// What the kernel has registered with an instance. `None` if it does not say that to this process.
+/// All registrations of an instance in the kernel. `None` if this process cannot read them.
 fn registered(ep: c_int) -> Option<Vec<Entry>> {
     if recheck::is_filtered() {
         return None;
@@ -81,8 +81,8 @@ fn registered(ep: c_int) -> Option<Vec<Entry>> {
 }
 
 impl Instance {
-    /// Makes the call `plain`, which changes what is registered of a connection. If other processes may have both, it is counted before and
-    /// after the change: one that compares meanwhile compares again.
+    /// Makes the call `plain`, which changes a registration. If other processes may have the instance and the connection, the change is counted
+    /// before and after the call: a process that compares during the call compares again.
     pub(super) fn change_for_all(&self, connection: u32, plain: impl FnOnce() -> c_int) -> c_int {
         let slot = slots::slot(connection);
         let is_shared = || slot.is_foreign.load(Ordering::SeqCst) || slot.was_shared.load(Ordering::SeqCst);
@@ -94,7 +94,7 @@ impl Instance {
         let error = data::errno();
         let second = slots::count_change();
         if second == first.wrapping_add(1) {
-            // This process knows of its own.
+            // No other process has changed anything.
             let known = second.wrapping_add(1);
             let _ = self.changes.compare_exchange(first, known, Ordering::SeqCst, Ordering::Relaxed);
         }
@@ -102,12 +102,12 @@ impl Instance {
         result
     }
 
-    /// Another process may have changed what is registered.
+    /// True if another process may have changed a registration.
     pub(super) fn is_behind(&self) -> bool {
         self.others.load(Ordering::SeqCst) != ALONE && self.changes.load(Ordering::SeqCst) != slots::changes()
     }
 
-    /// If another process may have changed what is registered, does as the kernel has it.
+    /// Takes over changes by other processes.
     pub(super) fn catch_up(&self) {
         if !self.is_behind() {
             return;
@@ -139,7 +139,7 @@ impl Instance {
                 state.registrations[at].is_owed = false;
                 continue;
             }
-            // This library asks for that itself where it has a use for the event.
+            // This library requests that itself.
             let is_others = one.is_muted || entry.events & SPECIAL != 0;
             let mask = if is_others { PROGRAMS & !WRITABLE } else { PROGRAMS };
             if one.data != entry.data || (one.events ^ entry.events) & mask != 0 {
@@ -161,7 +161,7 @@ impl Instance {
         }
     }
 
-    /// Another process has registered it: if it has bytes, they may be news.
+    /// For a registration by another process: unread bytes may be news.
     fn look_at(&self, state: &mut State, at: usize) {
         state.heat(at as u32);
         let one = &mut state.registrations[at];
@@ -170,8 +170,8 @@ impl Instance {
     }
 }
 
-/// Events of connections whose bytes no doorbell has announced to this process, and what the kernel has to say besides; the number of them. 0 if
-/// there are no such bytes. `ask_kernel` does not wait.
+/// Reports connections with bytes that no doorbell has announced to this process, together with the kernel's events. Returns the number of
+/// events, or 0 if there are no such bytes. `ask_kernel` does not wait.
 pub(super) fn inherited(
     instance: &Instance,
     out: &mut [epoll_event],
@@ -198,8 +198,8 @@ pub(super) fn inherited(
 /// Two threads may register connections with an unknown instance at a time.
 static ADOPTING: Lock = Lock::new();
 
-/// A connection is about to be registered with what is not known as an epoll instance: one that another program has made. From here on it is
-/// known as one that others have, too. `None` if it cannot be.
+/// Adds an unknown epoll instance, with which a connection is about to be registered: another program has made it, and may wait for it, too.
+/// `None` if it is none, or if there is no place for it.
 pub(crate) fn adopt(ep: c_int, fd: c_int) -> Option<u32> {
     slots::find(fd)?;
     if slots::find(ep).is_some() || recheck::is_filtered() || !is_epoll(ep) {
@@ -218,13 +218,13 @@ fn is_epoll(fd: c_int) -> bool {
     name.is_ok_and(|name| name.as_bytes() == b"anon_inode:[eventpoll]")
 }
 
-/// A connection stays registered with an instance that is not known here any more: it rings for all bytes.
+/// For a connection that stays registered with an instance of other processes: its peer rings for all bytes from here on.
 pub(super) fn count_unseen(connection: u32) {
     // One registration more than a connection that is looked at may have.
     slots::local(connection).registrations.fetch_add(2, Ordering::SeqCst);
 }
 
-/// A connection was registered with an instance that is not known here: as [`count_unseen`], also for bytes that it has already.
+/// As [`count_unseen`], for an unknown instance. Also announces unread bytes.
 pub(crate) fn note_unseen(connection: u32) {
     count_unseen(connection);
     let slot = slots::slot(connection);
@@ -251,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_kernel_has_registered_is_known() {
+    fn registrations_are_read_from_the_kernel() {
         let ep = rustix::event::epoll::create(rustix::event::epoll::CreateFlags::CLOEXEC).unwrap();
         let (socket, _other) = std::os::unix::net::UnixStream::pair().unwrap();
         let data = rustix::event::epoll::EventData::new_u64(u64::MAX - 1);
