@@ -35,17 +35,16 @@ pub(crate) struct Closing {
 impl Closing {
     /// Keeps a connection.
     pub(crate) fn add(&mut self, tcp: OwnedFd) {
-        self.keep_at_most(KEPT_MAX - 1);
-        self.kept.push_back(Kept { tcp, since: Instant::now(), discarded: 0 });
-    }
-
-    /// Closes the oldest, if there are more.
-    pub(crate) fn keep_at_most(&mut self, most: usize) {
-        while self.kept.len() > most
+        if self.kept.len() == KEPT_MAX
             && let Some(mut oldest) = self.kept.pop_front()
         {
             oldest.has_ended();
         }
+        self.kept.push_back(Kept { tcp, since: Instant::now(), discarded: 0 });
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.kept.len()
     }
 
     pub(crate) fn is_empty(&self) -> bool {

@@ -552,13 +552,10 @@ impl State {
         true
     }
 
-    /// Whether this process can get the descriptors of one more connection. For that it closes connections that processes have closed.
-    fn has_descriptors_for_one(&mut self) -> bool {
+    /// Whether this process can get the descriptors of one more connection.
+    fn has_descriptors_for_one(&self) -> bool {
         let carried = (self.carried.len() + 1) * DESCRIPTORS_OF_ONE;
-        let used = carried + self.links.len() * DESCRIPTORS_OF_LINK + self.clients.len();
-        let left = self.descriptors.checked_sub(used);
-        self.closing.keep_at_most(left.unwrap_or(0));
-        left.is_some()
+        carried + self.closing.len() + self.links.len() * DESCRIPTORS_OF_LINK + self.clients.len() <= self.descriptors
     }
 
     fn hear_links(&mut self) -> bool {
