@@ -15,6 +15,41 @@ use std::time::Duration;
 /// Handshakes at a time, and of one address: a stranger that keeps them waiting has its own.
 const MEETINGS_MAX: usize = 256;
 const MEETINGS_OF_ONE_MAX: usize = 8;
+/// Handshakes at a time where few files may be open.
+const MEETINGS_MIN: usize = 4;
+/// Of so many files that may be open, one handshake.
+const DESCRIPTORS_PER_MEETING: usize = 32;
+
+/// Handshakes in progress, by the address of the other relay.
+pub(crate) struct Meetings {
+    most: usize,
+    of: Mutex<HashMap<IpAddr, usize>>,
+}
+
+impl Meetings {
+    /// For a process that may open so many files.
+    pub(crate) fn new(descriptors: usize) -> Meetings {
+        let most = (descriptors / DESCRIPTORS_PER_MEETING).clamp(MEETINGS_MIN, MEETINGS_MAX);
+        Meetings { most, of: Mutex::default() }
+    }
+
+    /// Most handshakes at a time.
+    pub(crate) fn most(&self) -> usize {
+        self.most
+    }
+
+    /// One more. `None` if there are too many.
+    fn begin(self: &Arc<Meetings>, from: IpAddr) -> Option<Meeting> {
+        let mut of = self.of.lock().unwrap_or_else(PoisonError::into_inner);
+        let all: usize = of.values().sum();
+        let of_one = of.get(&from).copied().unwrap_or(0);
+        if all >= self.most || of_one >= MEETINGS_OF_ONE_MAX {
+            return None;
+        }
+        of.insert(from, of_one + 1);
+        Some(Meeting { meetings: Arc::clone(self), from })
+    }
+}
 
 /// What threads that meet other relays have to say.
 pub(crate) enum Event {
@@ -56,8 +91,7 @@ impl Post {
 }
 
 /// Meets those who call.
-pub(crate) fn answer_all(host: &Arc<Host>, listener: &TcpListener, post: &Post) {
-    let meetings: Arc<Mutex<HashMap<IpAddr, usize>>> = Arc::default();
+pub(crate) fn answer_all(host: &Arc<Host>, listener: &TcpListener, post: &Post, meetings: &Arc<Meetings>) {
     for stream in listener.incoming() {
         let Ok(stream) = stream else {
             // No descriptors left, most likely.
@@ -65,16 +99,7 @@ pub(crate) fn answer_all(host: &Arc<Host>, listener: &TcpListener, post: &Post) 
             continue;
         };
         let Ok(from) = stream.peer_addr().map(|peer| peer.ip()) else { continue };
-        {
-            let mut meetings = meetings.lock().unwrap_or_else(PoisonError::into_inner);
-            let all: usize = meetings.values().sum();
-            let of_one = meetings.get(&from).copied().unwrap_or(0);
-            if all >= MEETINGS_MAX || of_one >= MEETINGS_OF_ONE_MAX {
-                continue;
-            }
-            meetings.insert(from, of_one + 1);
-        }
-        let over = Meeting { meetings: Arc::clone(&meetings), from };
+        let Some(over) = meetings.begin(from) else { continue };
         let (host, post) = (Arc::clone(host), post.clone());
         // Without a thread for it, it is over.
         let _ = std::thread::Builder::new().spawn(move || {
@@ -86,13 +111,13 @@ pub(crate) fn answer_all(host: &Arc<Host>, listener: &TcpListener, post: &Post) 
 
 /// One that is in progress.
 struct Meeting {
-    meetings: Arc<Mutex<HashMap<IpAddr, usize>>>,
+    meetings: Arc<Meetings>,
     from: IpAddr,
 }
 
 impl Drop for Meeting {
     fn drop(&mut self) {
-        let mut meetings = self.meetings.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut meetings = self.meetings.of.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(count) = meetings.get_mut(&self.from) {
             *count -= 1;
             if *count == 0 {

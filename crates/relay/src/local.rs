@@ -53,9 +53,13 @@ impl Door {
         Err(Errno::AGAIN)
     }
 
-    /// Turns away a process that has connected.
-    pub(crate) fn refuse(&self) {
-        drop(rustix::net::accept_with(&self.0, FLAGS));
+    /// Turns away a process that has connected. False if none has.
+    pub(crate) fn refuse(&self) -> bool {
+        let socket = rustix::net::accept_with(&self.0, FLAGS);
+        if let Ok(socket) = &socket {
+            let _ = rustix::net::send(socket, FULL.as_bytes(), SendFlags::NOSIGNAL | SendFlags::DONTWAIT);
+        }
+        socket.is_ok()
     }
 }
 
@@ -102,7 +106,7 @@ impl About {
 /// The relay of this process's user at a port, if there is one.
 ///
 /// # Errors
-/// It does not say what it is.
+/// It does not say what it is. [`io::ErrorKind::QuotaExceeded`]: it has no descriptors for another process.
 pub fn find(port: u16) -> io::Result<Option<About>> {
     let uid = rustix::process::geteuid();
     let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
@@ -117,9 +121,21 @@ pub fn find(port: u16) -> io::Result<Option<About>> {
     sockopt::set_socket_timeout(&socket, sockopt::Timeout::Recv, Some(ABOUT_TIMEOUT))?;
     let mut message = [0u8; 8192];
     let (len, _) = rustix::net::recv(&socket, &mut message, RecvFlags::empty()).map_err(|_| silent())?;
+    match &message[..len] {
+        // It has just ended.
+        b"" => return Ok(None),
+        full if full == FULL.as_bytes() => {
+            let why = "the relay has reached its limit of open files (ulimit -n)";
+            return Err(io::Error::new(io::ErrorKind::QuotaExceeded, why));
+        }
+        _ => {}
+    }
     let about = std::str::from_utf8(&message[..len]).ok().and_then(About::decode);
     about.map(Some).ok_or_else(|| io::Error::other("what is there is no relay of this version"))
 }
+
+/// What a relay without free descriptors says.
+const FULL: &str = "thruway relay full";
 
 /// How long a relay may take to say what it is.
 const ABOUT_TIMEOUT: Duration = Duration::from_secs(5);

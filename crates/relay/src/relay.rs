@@ -4,7 +4,7 @@
 //! becomes a [`Carried`]; links are met in threads of their own, which hand them over.
 
 use crate::Error;
-use crate::calls::{self, Event, Post};
+use crate::calls::{self, Event, Meetings, Post};
 use crate::carried::{Carried, Failed, Pumped};
 use crate::closing::{self, Closing};
 use crate::ends::{End, Way};
@@ -70,6 +70,8 @@ const DESCRIPTORS_OF_ONE: usize = 3;
 const DESCRIPTORS_OF_LINK: usize = 4;
 /// Descriptors for new processes and for links in the making.
 const DESCRIPTORS_SPARE: usize = 8;
+/// Time between two messages about the limit of open files.
+const WARN_EVERY: Duration = Duration::from_secs(10);
 /// Messages of a link at a time.
 const TURN: usize = 16;
 
@@ -139,9 +141,11 @@ impl Relay {
         watch(post.bell(), BELL)?;
         watch(self.door.0.as_fd(), DOOR)?;
         watch(self.host.context.wait_fd(), DEVICE)?;
+        let descriptors = descriptors();
+        let meetings = Arc::new(Meetings::new(descriptors));
         for listener in self.listeners {
-            let (host, post) = (Arc::clone(&self.host), post.clone());
-            std::thread::spawn(move || calls::answer_all(&host, &listener, &post));
+            let (host, post, meetings) = (Arc::clone(&self.host), post.clone(), Arc::clone(&meetings));
+            std::thread::spawn(move || calls::answer_all(&host, &listener, &post, &meetings));
         }
         tracing::info!(port = self.config.port, provider = self.host.provider(), key = %self.config.keys.public(), "relay");
         let about = About {
@@ -173,7 +177,8 @@ impl Relay {
             by_end: HashMap::new(),
             closing: Closing::default(),
             reserve: reserve(),
-            descriptors: descriptors(),
+            descriptors: descriptors.saturating_sub(meetings.most() * DESCRIPTORS_OF_LINK),
+            warned: None,
         };
         state.run(&events)
     }
@@ -235,6 +240,8 @@ struct State {
     descriptors: usize,
     /// A descriptor to turn processes away by when there is no other.
     reserve: Option<OwnedFd>,
+    /// When it was last logged that there are no descriptors left.
+    warned: Option<Instant>,
 }
 
 fn reserve() -> Option<OwnedFd> {
@@ -361,10 +368,7 @@ impl State {
                     for _ in 0..LOCAL_TURN {
                         let socket = match self.door.accept(&self.about) {
                             Ok(socket) => socket,
-                            Err(Errno::MFILE | Errno::NFILE) => {
-                                self.refuse_at_door();
-                                continue;
-                            }
+                            Err(Errno::MFILE | Errno::NFILE) if self.refuse_at_door() => continue,
                             Err(_) => break,
                         };
                         let number = NUMBERS + u64::from(self.number());
@@ -390,7 +394,7 @@ impl State {
                 Said::Wake => {}
                 Said::Request(request, files) => self.request(client, &request, files),
                 Said::Truncated(request) => {
-                    tracing::warn!("the limit of open files (ulimit -n) is reached: a connection is reset");
+                    self.warn_of_limit("a connection is reset");
                     if let Some(one) = self.carried_for(client, &request) {
                         one.lack_descriptors();
                     }
@@ -411,12 +415,23 @@ impl State {
     }
 
     /// Turns away a new process when no descriptors are left but the reserve. Otherwise it would stay at the door, and wake this loop again and
-    /// again.
-    fn refuse_at_door(&mut self) {
-        tracing::warn!("the limit of open files (ulimit -n) is reached: a process is turned away");
+    /// again. False if there is none.
+    fn refuse_at_door(&mut self) -> bool {
         self.reserve = None;
-        self.door.refuse();
+        let has_refused = self.door.refuse();
         self.reserve = reserve();
+        if has_refused {
+            self.warn_of_limit("a process is turned away");
+        }
+        has_refused
+    }
+
+    /// Logs that there are no descriptors left, at most once in [`WARN_EVERY`].
+    fn warn_of_limit(&mut self, effect: &str) {
+        if self.warned.is_none_or(|warned| warned.elapsed() >= WARN_EVERY) {
+            self.warned = Some(Instant::now());
+            tracing::warn!("the limit of open files (ulimit -n) is reached: {effect}");
+        }
     }
 
     fn request(&mut self, client: u64, request: &Request, files: [Option<OwnedFd>; 3]) {
@@ -526,7 +541,7 @@ impl State {
             return false;
         }
         if !self.has_descriptors_for_one() {
-            tracing::warn!("the limit of open files (ulimit -n) is reached: a connection stays with TCP");
+            self.warn_of_limit("a connection stays with TCP");
             return false;
         }
         let offered = Segment::create(ring).and_then(|(segment, fd)| {
@@ -555,7 +570,9 @@ impl State {
     /// Whether this process can get the descriptors of one more connection.
     fn has_descriptors_for_one(&self) -> bool {
         let carried = (self.carried.len() + 1) * DESCRIPTORS_OF_ONE;
-        carried + self.closing.len() + self.links.len() * DESCRIPTORS_OF_LINK + self.clients.len() <= self.descriptors
+        let calls = self.ways.values().filter(|way| matches!(way, WayState::Calling)).count();
+        let links = (self.links.len() + calls) * DESCRIPTORS_OF_LINK;
+        carried + self.closing.len() + links + self.clients.len() <= self.descriptors
     }
 
     fn hear_links(&mut self) -> bool {
@@ -682,13 +699,13 @@ impl State {
     fn end(&mut self, id: u32, over: Over) {
         let Some(one) = self.carried.remove(&id) else { return };
         self.by_end.remove(&one.end);
-        let (link, peer) = (one.link, one.peer);
+        let (link, peer, other) = (one.link, one.peer, one.end.way().1);
         let (over, tcp) = one.end(over);
         if let Some(tcp) = tcp {
             self.closing.add(tcp);
         }
         if over == Over::Lost {
-            tracing::warn!("a connection is lost");
+            tracing::warn!(peer = %other, "a connection is lost");
             self.send(link, &Message::Abort { id: peer });
         }
     }

@@ -182,8 +182,14 @@ pub(crate) fn run(args: &RelayArgs, common: &Common) -> Result<(), Failed> {
 pub(crate) fn ensure(options: &RelayOptions, ring: usize, board: &std::path::Path) -> Result<(), String> {
     let port = options.relay_port;
     let find = || thruway_relay::find(port).map_err(|error| format!("no relay at port {port}: {error}"));
-    if let Some(about) = find()? {
-        return options.agree_with(&about);
+    match thruway_relay::find(port) {
+        Err(error) if error.kind() == std::io::ErrorKind::QuotaExceeded => {
+            thruway_cli::say_error!("thruway run: port {port}: {error}: connections to other hosts stay with TCP");
+            return Ok(());
+        }
+        Err(error) => return Err(format!("no relay at port {port}: {error}")),
+        Ok(Some(about)) => return options.agree_with(&about),
+        Ok(None) => {}
     }
     let program = std::env::current_exe().map_err(|error| format!("cannot find this program: {error}"))?;
     // What it says goes to a file: it outlives this process's standard error.
