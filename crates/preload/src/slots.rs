@@ -199,14 +199,19 @@ struct Free {
     changes: AtomicU32,
 }
 
-/// Counts a change of a registration with a shared epoll instance. Returns the number of earlier changes.
-pub(crate) fn count_change() -> u32 {
-    free().changes.fetch_add(1, Ordering::SeqCst)
+/// Changes by this process.
+static OWN_CHANGES: AtomicU32 = AtomicU32::new(0);
+
+/// Counts a change of a registration with a shared epoll instance.
+pub(crate) fn count_change() {
+    // In this order: what is between counts for no other process.
+    OWN_CHANGES.fetch_add(1, Ordering::SeqCst);
+    free().changes.fetch_add(1, Ordering::SeqCst);
 }
 
-/// Number of changes that were counted.
-pub(crate) fn changes() -> u32 {
-    free().changes.load(Ordering::SeqCst)
+/// Number of changes by other processes; while this one counts a change, one less.
+pub(crate) fn changes_by_others() -> u32 {
+    free().changes.load(Ordering::SeqCst).wrapping_sub(OWN_CHANGES.load(Ordering::SeqCst))
 }
 
 static ARENA: AtomicPtr<Free> = AtomicPtr::new(std::ptr::null_mut());

@@ -54,7 +54,7 @@ pub(crate) struct Instance {
     number: AtomicU32,
     /// One of its descriptors.
     ep: AtomicI32,
-    /// Changes by all processes of which this one knows ([`slots::changes`]).
+    /// Changes by other processes that this one has taken over ([`slots::changes_by_others`]).
     changes: AtomicU32,
     is_used: AtomicBool,
 }
@@ -130,7 +130,7 @@ fn add_as(fd: c_int, others: u8) {
         instance.luck.store(4, Ordering::Relaxed);
         instance.ep.store(fd, Ordering::Relaxed);
         instance.number.store(number as u32, Ordering::Relaxed);
-        instance.changes.store(slots::changes(), Ordering::Relaxed);
+        instance.changes.store(slots::changes_by_others(), Ordering::Relaxed);
         return slots::set_epoll(fd, Some(number as u32));
     }
     slots::set_epoll(fd, None);
@@ -755,23 +755,14 @@ pub(crate) unsafe fn wait(
     let Some((number, instance)) = found else { return plain() };
     let limit = limit();
     instance.catch_up();
+    // The kernel has all events of an instance from another process, but for bytes that no doorbell has announced.
+    let is_unannounced = instance.is_foreign.load(Ordering::Relaxed)
+        && instance.lock.lock().is_ok_and(|mut guard| instance.state(&mut guard).has_unannounced());
     let is_plain = || {
         let has_none = instance.connections.load(Ordering::SeqCst) == 0 || !switch::has_accelerated();
-        has_none || instance.is_foreign.load(Ordering::Relaxed) || max <= 0 || events.is_null()
+        let is_foreign = instance.is_foreign.load(Ordering::Relaxed) && !is_unannounced;
+        has_none || is_foreign || max <= 0 || events.is_null()
     };
-    if instance.is_foreign.load(Ordering::Relaxed) && max > 0 && !events.is_null() {
-        // SAFETY: the caller's promise.
-        let out = unsafe { std::slice::from_raw_parts_mut(events, max as usize) };
-        let none = timespec { tv_sec: 0, tv_nsec: 0 };
-        let ask_kernel = |rest: &mut [epoll_event]| match rest {
-            [] => 0,
-            _ => real(rest.as_mut_ptr(), rest.len() as c_int, Some(none), mask).max(0) as usize,
-        };
-        let found = shared::inherited(instance, out, ask_kernel);
-        if found > 0 {
-            return found as c_int;
-        }
-    }
     let mut plain_ready = None;
     if is_plain() {
         // Connections may be accelerated while this thread sleeps. What has been until it counted as a sleeper is looked at.
@@ -817,6 +808,9 @@ pub(crate) unsafe fn wait(
         if let Ok(mut guard) = instance.lock.lock() {
             let state = instance.state(&mut guard);
             state.calls += 1;
+            if instance.others.load(Ordering::SeqCst) != ALONE {
+                shared::offer_one_shots(instance, state);
+            }
             // The kernel has its turn, also where rings alone would fill the list.
             let limit = if state.calls >= KERNEL_EVERY && out.len() > 1 { out.len() - 1 } else { out.len() };
             let ep = instance.ep.load(Ordering::Relaxed);
@@ -928,9 +922,6 @@ fn correct(instance: &Instance, events: &mut [epoll_event]) -> usize {
         let mut events_now = event.events;
         if { event.u64 } == BELL {
             instance.quiet_bell();
-            if instance.others.load(Ordering::SeqCst) != ALONE {
-                state.offer_one_shots(instance.ep.load(Ordering::Relaxed));
-            }
         }
         if is_ours(event.u64) {
             continue;

@@ -3,11 +3,12 @@
 
 use super::registration::{EDGE, ONE_SHOT, PRIORITY, READABLE, Registration, SPECIAL, WRITABLE};
 use super::state::State;
-use super::{ALONE, HANDED, Instance, add_as, announce, arm_connection, merge};
+use super::{ALONE, HANDED, Instance, add_as, announce, arm_connection};
 use crate::lock::{self, Lock};
 use crate::{data, recheck, slots};
 use libc::{c_int, epoll_event};
 use rustix::fs::{fstat, readlink};
+use std::collections::HashSet;
 use std::sync::atomic::Ordering;
 
 /// Events and flags of the program; the kernel adds others.
@@ -46,7 +47,7 @@ impl Entry {
     }
 
     fn is_of(&self, fd: c_int) -> bool {
-        fstat(slots::borrow(fd)).is_ok_and(|file| file.st_ino == self.inode)
+        inode(fd) == Some(self.inode)
     }
 
     /// The connection that is registered.
@@ -77,7 +78,9 @@ fn registered(ep: c_int) -> Option<Vec<Entry>> {
         return None;
     }
     let text = std::fs::read_to_string(format!("/proc/self/fdinfo/{ep}")).ok()?;
-    Some(text.lines().filter_map(Entry::of).collect())
+    let mut entries: Vec<Entry> = text.lines().filter_map(Entry::of).collect();
+    entries.sort_unstable_by_key(|entry| entry.fd);
+    Some(entries)
 }
 
 impl Instance {
@@ -89,22 +92,18 @@ impl Instance {
         if self.others.load(Ordering::SeqCst) == ALONE || !is_shared() {
             return plain();
         }
-        let first = slots::count_change();
+        slots::count_change();
         let result = plain();
         let error = data::errno();
-        let second = slots::count_change();
-        if second == first.wrapping_add(1) {
-            // No other process has changed anything.
-            let known = second.wrapping_add(1);
-            let _ = self.changes.compare_exchange(first, known, Ordering::SeqCst, Ordering::Relaxed);
-        }
+        slots::count_change();
         data::fail(error);
         result
     }
 
     /// True if another process may have changed a registration.
     pub(super) fn is_behind(&self) -> bool {
-        self.others.load(Ordering::SeqCst) != ALONE && self.changes.load(Ordering::SeqCst) != slots::changes()
+        let is_later = |changes: u32| slots::changes_by_others().wrapping_sub(changes).cast_signed() > 0;
+        self.others.load(Ordering::SeqCst) != ALONE && is_later(self.changes.load(Ordering::SeqCst))
     }
 
     /// Takes over changes by other processes.
@@ -112,7 +111,7 @@ impl Instance {
         if !self.is_behind() {
             return;
         }
-        let changes = slots::changes();
+        let changes = slots::changes_by_others();
         let error = data::errno();
         let _uses_the_heap = lock::undisturbed();
         if let Ok(mut guard) = self.lock.lock() {
@@ -126,12 +125,20 @@ impl Instance {
 
     fn compare(&self, state: &mut State, entries: &[Entry]) {
         let number = self.number.load(Ordering::Relaxed);
+        let mut known = HashSet::new();
         for at in 0..state.registrations.len() {
             let one = &state.registrations[at];
-            if one.fd < 0 || one.is_leaving {
+            if one.fd < 0 {
                 continue;
             }
-            let Some(entry) = entries.iter().find(|entry| entry.fd == one.fd && entry.is_of(one.descriptor())) else {
+            let entry = find(entries, one);
+            if let Some(entry) = entry {
+                known.insert((entry.fd, entry.inode));
+            }
+            if one.is_leaving {
+                continue;
+            }
+            let Some(entry) = entry else {
                 self.unregister(number, state, at);
                 continue;
             };
@@ -142,16 +149,16 @@ impl Instance {
             // This library requests that itself.
             let is_others = one.is_muted || entry.events & SPECIAL != 0;
             let mask = if is_others { PROGRAMS & !WRITABLE } else { PROGRAMS };
-            if one.data != entry.data || (one.events ^ entry.events) & mask != 0 {
+            let is_changed = one.data != entry.data || (one.events ^ entry.events) & mask != 0;
+            if is_changed {
                 state.modify(at, entry.event());
+            }
+            // It may have been registered anew as it was.
+            if is_changed || entry.events & ONE_SHOT != 0 {
                 self.look_at(state, at);
             }
         }
-        for entry in entries {
-            let is_known = |one: &Registration| one.fd == entry.fd && entry.is_of(one.descriptor());
-            if entry.is_spent() || state.registrations.iter().any(is_known) {
-                continue;
-            }
+        for entry in entries.iter().filter(|entry| !entry.is_spent() && !known.contains(&(entry.fd, entry.inode))) {
             let wants =
                 |connection: &u32| slots::slot(*connection).phase.load(Ordering::Relaxed) != slots::phase::NEVER;
             if let Some(connection) = entry.connection().filter(wants) {
@@ -166,33 +173,43 @@ impl Instance {
         state.heat(at as u32);
         let one = &mut state.registrations[at];
         let is_special = one.events & SPECIAL != 0;
-        one.is_owed = is_special && one.events & READABLE != 0 && data::is_readable(slots::slot(one.number));
+        let has_bytes = one.events & READABLE != 0 && data::is_readable(slots::slot(one.number));
+        one.is_owed = is_special && has_bytes;
+        one.is_inherited |= !is_special && has_bytes;
     }
 }
 
-/// Reports connections with bytes that no doorbell has announced to this process, together with the kernel's events. Returns the number of
-/// events, or 0 if there are no such bytes. `ask_kernel` does not wait.
-pub(super) fn inherited(
-    instance: &Instance,
-    out: &mut [epoll_event],
-    ask_kernel: impl Fn(&mut [epoll_event]) -> usize,
-) -> usize {
-    let Ok(mut guard) = instance.lock.lock() else { return 0 };
-    let state = instance.state(&mut guard);
-    if !state.has_inherited() {
-        return 0;
+/// For registrations that are good for one event, whose connections have bytes that no doorbell has announced: has the kernel give the event, as the
+/// kernel alone can end the registration.
+pub(super) fn offer_one_shots(instance: &Instance, state: &mut State) {
+    let is_due = |one: &Registration| one.fd >= 0 && one.is_owed && one.events & ONE_SHOT != 0;
+    let is_readable = |one: &Registration| data::is_readable(slots::slot(one.number));
+    if !state.registrations.iter().any(|one| is_due(one) && is_readable(one)) {
+        return;
     }
-    state.calls = state.calls.wrapping_add(1);
-    // The kernel has the last place; if there is one only, every second time.
-    let is_kernels = out.len() > 1 || state.calls.is_multiple_of(2);
-    let places = out.len() - usize::from(is_kernels);
-    let first = state.inherited(&mut out[..places]);
-    drop(guard);
-    let more = ask_kernel(&mut out[first..]);
-    match merge(instance, out, first, more) {
-        0 => instance.lock.lock().map_or(0, |mut guard| instance.state(&mut guard).inherited(out)),
-        found => found,
+    let _uses_the_heap = lock::undisturbed();
+    let ep = instance.ep.load(Ordering::Relaxed);
+    // Another process may have been given the event.
+    let entries = registered(ep);
+    for one in state.registrations.iter_mut().filter(|one| is_due(one)) {
+        one.is_owed = false;
+        let is_spent = || find(entries.as_deref()?, one).map(Entry::is_spent);
+        if is_readable(one) && is_spent() != Some(true) {
+            one.renew(ep, one.events | libc::EPOLLOUT as u32);
+        }
     }
+}
+
+/// The entry of a registration; they are ordered by descriptors.
+fn find<'a>(entries: &'a [Entry], one: &Registration) -> Option<&'a Entry> {
+    let first = entries.partition_point(|entry| entry.fd < one.fd);
+    let same = entries[first..].iter().take_while(|entry| entry.fd == one.fd);
+    let inode = inode(one.descriptor())?;
+    same.into_iter().find(|entry| entry.inode == inode)
+}
+
+fn inode(fd: c_int) -> Option<u64> {
+    Some(fstat(slots::borrow(fd)).ok()?.st_ino)
 }
 
 /// Two threads may register connections with an unknown instance at a time.

@@ -1,6 +1,6 @@
 //! What an epoll instance has registered, and which of it is looked at.
 
-use super::registration::{EDGE, ONE_SHOT, READABLE, Registration, SPECIAL, arm_connection, weight};
+use super::registration::{EDGE, READABLE, Registration, SPECIAL, arm_connection, weight};
 use crate::{data, recheck, room, slots};
 use libc::{c_int, epoll_event};
 use std::collections::HashMap;
@@ -196,34 +196,17 @@ impl State {
         }
     }
 
-    pub(super) fn has_inherited(&self) -> bool {
-        self.registrations.iter().any(|one| one.is_inherited && one.fd >= 0)
-    }
-
-    /// Events of connections whose bytes no doorbell has announced to this process; the number of them.
-    pub(super) fn inherited(&mut self, out: &mut [epoll_event]) -> usize {
-        let mut found = 0;
-        for one in self.registrations.iter_mut().filter(|one| one.is_inherited && one.fd >= 0) {
-            one.is_inherited = one.events & SPECIAL == 0 && data::is_readable(slots::slot(one.number));
-            if one.is_inherited && one.events & READABLE != 0 && found < out.len() {
-                out[found] = epoll_event { events: READABLE & one.events, u64: one.data };
-                found += 1;
-                one.is_inherited = one.events & EDGE == 0;
-            }
+    /// Whether a connection has bytes that no doorbell has announced to this process, and that the program waits for.
+    pub(super) fn has_unannounced(&mut self) -> bool {
+        let mut found = false;
+        for one in self.registrations.iter_mut().filter(|one| one.fd >= 0 && (one.is_inherited || one.is_owed)) {
+            let slot = slots::slot(one.number);
+            let is_readable = data::is_readable(slot);
+            let is_told = one.events & EDGE != 0 && one.is_told(slot);
+            one.is_inherited &= is_readable && !is_told;
+            found |= (one.is_inherited || one.is_owed && is_readable) && one.events & READABLE != 0;
         }
         found
-    }
-
-    /// Has the kernel give the one event of each registration that is good for one and whose connection has bytes that no doorbell has
-    /// announced.
-    pub(super) fn offer_one_shots(&mut self, ep: c_int) {
-        for one in self.registrations.iter_mut().filter(|one| one.fd >= 0 && one.is_owed && one.events & ONE_SHOT != 0)
-        {
-            one.is_owed = false;
-            if data::is_readable(slots::slot(one.number)) {
-                one.renew(ep, one.events | libc::EPOLLOUT as u32);
-            }
-        }
     }
 
     pub(super) fn is_readable(&mut self) -> bool {

@@ -6,6 +6,7 @@
 #include "pair.h"
 #include <poll.h>
 #include <sys/epoll.h>
+#include <sys/mman.h>
 
 enum { TURNS = 60, LENGTH = 3000, CONNECTION = 5, PIPE = 6 };
 
@@ -149,6 +150,86 @@ static void served_by_a_child(unsigned events, int is_registered_by_child) {
     close(shared);
 }
 
+/* Two processes wait for a connection that is good for one event. Each reads a part, and registers it again. */
+static void read_in_turns(unsigned events, int is_by_child) {
+    struct epoll_event event = {.events = events, .data.u64 = CONNECTION};
+    int *left = mmap(NULL, sizeof *left, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    must(left != MAP_FAILED, "mmap");
+    *left = LENGTH;
+    begin();
+    int shared = epoll_create1(EPOLL_CLOEXEC);
+    must(send(one, message, LENGTH, 0) == LENGTH, "send");
+    pid_t child = start();
+    if ((child == 0) == is_by_child)
+        must(epoll_ctl(shared, EPOLL_CTL_ADD, other, &event) == 0, "epoll_ctl");
+    while (__atomic_load_n(left, __ATOMIC_SEQ_CST) > 0) {
+        /* The limit is for the process that does not get the last event. */
+        int ready = epoll_wait(shared, &event, 1, 10);
+        must(ready >= 0, "epoll_wait");
+        if (ready == 0)
+            continue;
+        must(recv(other, message, LENGTH / 30, 0) == LENGTH / 30, "recv");
+        __atomic_fetch_sub(left, LENGTH / 30, __ATOMIC_SEQ_CST);
+        event = (struct epoll_event){.events = events, .data.u64 = CONNECTION};
+        must(epoll_ctl(shared, EPOLL_CTL_MOD, other, &event) == 0, "epoll_ctl");
+    }
+    if (child == 0)
+        _exit(0);
+    end(child);
+    munmap(left, sizeof *left);
+    close(shared);
+}
+
+/* Only the child waits. It has a connection with unread bytes from before the fork, and the parent registers another one. */
+static void registered_beside_another(unsigned events) {
+    struct epoll_event event = {.events = EPOLLIN, .data.u64 = PIPE};
+    begin();
+    int first[] = {one, other, own, to_child[0], to_child[1], to_parent[0], to_parent[1]};
+    int shared = epoll_create1(EPOLL_CLOEXEC);
+    must(epoll_ctl(shared, EPOLL_CTL_ADD, other, &event) == 0, "epoll_ctl");
+    must(send(one, message, LENGTH, 0) == LENGTH, "send");
+    begin();
+    must(send(one, message, LENGTH, 0) == LENGTH, "send");
+    pid_t child = start();
+    if (child == 0) {
+        hear(to_child);
+        int unread = LENGTH, found = 0;
+        while (unread > 0 || !found) {
+            must(epoll_wait(shared, &event, 1, 60000) == 1, "epoll_wait");
+            if (event.data.u64 == CONNECTION)
+                exactly(other, LENGTH), found = 1;
+            else
+                exactly(first[1], LENGTH / 30), unread -= LENGTH / 30;
+        }
+        _exit(0);
+    }
+    event = (struct epoll_event){.events = events, .data.u64 = CONNECTION};
+    must(epoll_ctl(shared, EPOLL_CTL_ADD, other, &event) == 0, "epoll_ctl");
+    tell(to_child);
+    end(child);
+    for (unsigned i = 0; i < sizeof first / sizeof *first; i++)
+        close(first[i]);
+    close(shared);
+}
+
+/* The process that has registered a connection with unread bytes waits itself. */
+static void registered_by_who_waits(unsigned events) {
+    struct epoll_event event = {.events = events, .data.u64 = CONNECTION};
+    begin();
+    int shared = epoll_create1(EPOLL_CLOEXEC);
+    must(send(one, message, LENGTH, 0) == LENGTH, "send");
+    pid_t child = start();
+    if (child == 0) {
+        must(epoll_ctl(shared, EPOLL_CTL_ADD, other, &event) == 0, "epoll_ctl");
+        must(epoll_wait(shared, &event, 1, 60000) == 1, "epoll_wait");
+        must(event.events == EPOLLIN && event.data.u64 == CONNECTION, "the event");
+        exactly(other, LENGTH);
+        _exit(0);
+    }
+    end(child);
+    close(shared);
+}
+
 /* Sends a descriptor, or receives it if that is -1. */
 static int pass(int through, int fd) {
     char byte = 'x', space[CMSG_SPACE(sizeof(int))] = {0};
@@ -208,6 +289,13 @@ int main(void) {
             registered_later(events[i], is_by_child, 0);
             served_by_a_child(events[i], is_by_child);
         }
+        read_in_turns(EPOLLIN | EPOLLONESHOT, is_by_child);
+        read_in_turns(EPOLLIN | EPOLLET | EPOLLONESHOT, is_by_child);
+    }
+    for (int i = 0; i < 4; i++) {
+        unsigned events[] = {EPOLLIN, EPOLLIN | EPOLLET, EPOLLIN | EPOLLONESHOT, EPOLLIN | EPOLLEXCLUSIVE};
+        registered_beside_another(events[i]);
+        registered_by_who_waits(events[i]);
     }
     one_event_at_a_time();
     received(EPOLLIN);
