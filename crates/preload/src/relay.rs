@@ -15,6 +15,7 @@ use rustix::net::{
 use std::io::{self, IoSlice};
 use std::mem::MaybeUninit;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::time::Duration;
 use thruway_sockets::Over;
 use thruway_sockets::meeting::{Request, relay_name};
 
@@ -92,6 +93,20 @@ const FILES: usize = 3;
 /// Says something to it, with three descriptors at most.
 pub(crate) fn ask(port: u16, request: Request, with: &[i32]) -> io::Result<()> {
     send(port, request, with).map(drop)
+}
+
+/// Longest time in which the relay has to take a message that must arrive, and number of attempts.
+const ASK_MAX: Duration = Duration::from_millis(100);
+const ATTEMPTS: u32 = 10;
+
+/// Says something to it that another host waits for. While it has many messages to take, waits for it.
+pub(crate) fn ask_surely(port: u16, request: Request) {
+    for _ in 0..ATTEMPTS {
+        match ask(port, request, &[]) {
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => std::thread::sleep(ASK_MAX / ATTEMPTS),
+            _ => return,
+        }
+    }
 }
 
 fn send(port: u16, request: Request, with: &[i32]) -> io::Result<Connected> {

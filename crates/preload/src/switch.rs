@@ -190,8 +190,9 @@ fn consider(number: u32, fd: i32, calls: u32) {
                 }
                 // Overwritten, or in vain.
                 _ => {
-                    withdraw(upgrade);
-                    never(slot, fd, if upgrade.by_relay { Reason::NoRelay } else { Reason::NotFound }, &"");
+                    let reason = if upgrade.by_relay { Reason::NoRelay } else { Reason::NotFound };
+                    decline(slot, &guard);
+                    never(slot, fd, reason, &"");
                 }
             }
         }
@@ -615,8 +616,20 @@ fn take_offer(socket: &OwnedFd, sender: &Sender) -> io::Result<()> {
             return result;
         }
     }
+    if offer.by == Offered::Relayed && sender.is_own {
+        refuse(&file);
+    }
     sender.put_away(file);
     result
+}
+
+/// The connection that the relay offers this segment for has ended, or goes by TCP: the other end must not wait for this one.
+fn refuse(file: &OwnedFd) {
+    if let Ok(segment) = Segment::adopt(file).map(Segment::as_relayed) {
+        segment.let_go(&Connection::new(-1));
+        // SAFETY: nothing else knows it.
+        unsafe { segment.unmap() };
+    }
 }
 
 fn adopt(number: u32, guard: &Guard<'_>, fd: i32, offer: &Offer, file: &OwnedFd, user: Option<u32>) -> io::Result<()> {
@@ -783,7 +796,7 @@ fn decline(slot: &Slot, guard: &Guard<'_>) {
     withdraw(upgrade);
     if let (true, Some((_, key)), Some(settings)) = (upgrade.by_relay, upgrade.meeting, SETTINGS.get()) {
         let request = Request { key: key.to_bytes(), is_higher: upgrade.is_higher, service: None };
-        let _ = relay::ask(settings.relay, request, &[]);
+        relay::ask_surely(settings.relay, request);
     }
 }
 
@@ -793,7 +806,9 @@ pub(crate) fn give_up(number: u32) {
     if let Ok(guard) = slot.upgrading.lock()
         && !slot.is_accelerated()
     {
-        withdraw(slot.upgrade(&guard));
+        if slot.phase.load(Ordering::Acquire) == phase::LISTED {
+            decline(slot, &guard);
+        }
         slot.phase.store(phase::NEVER, Ordering::Release);
         if let Some(segment) = slot.take_segment(&guard) {
             drop_unused(segment);

@@ -12,12 +12,12 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-/// Handshakes at a time, and of one address: a stranger that keeps them waiting has its own.
+/// Limits of concurrent handshakes, for all addresses and for each: an unknown peer occupies only its own share.
 const MEETINGS_MAX: usize = 256;
 const MEETINGS_OF_ONE_MAX: usize = 8;
-/// Handshakes at a time where few files may be open.
+/// Limit of concurrent handshakes under a low limit of open files.
 const MEETINGS_MIN: usize = 4;
-/// Of so many files that may be open, one handshake.
+/// Open files for each concurrent handshake.
 const DESCRIPTORS_PER_MEETING: usize = 32;
 
 /// Handshakes in progress, by the address of the other relay.
@@ -27,18 +27,18 @@ pub(crate) struct Meetings {
 }
 
 impl Meetings {
-    /// For a process that may open so many files.
+    /// `descriptors`: number of files that the process may open.
     pub(crate) fn new(descriptors: usize) -> Meetings {
         let most = (descriptors / DESCRIPTORS_PER_MEETING).clamp(MEETINGS_MIN, MEETINGS_MAX);
         Meetings { most, of: Mutex::default() }
     }
 
-    /// Most handshakes at a time.
+    /// Limit of concurrent handshakes.
     pub(crate) fn most(&self) -> usize {
         self.most
     }
 
-    /// One more. `None` if there are too many.
+    /// Counts a handshake. `None` at the limit.
     fn begin(self: &Arc<Meetings>, from: IpAddr) -> Option<Meeting> {
         let mut of = self.of.lock().unwrap_or_else(PoisonError::into_inner);
         let all: usize = of.values().sum();

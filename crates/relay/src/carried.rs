@@ -32,7 +32,7 @@ pub(crate) struct Carried {
     room: Option<OwnedFd>,
     is_used: bool,
     is_declined: bool,
-    /// The descriptors that its process has sent did not arrive: the process uses it.
+    /// The process uses the segment, but its descriptors did not arrive.
     lacks_descriptors: bool,
     /// A doorbell met a connection that had ended.
     was_reset: bool,
@@ -137,13 +137,13 @@ impl Carried {
         self.is_declined |= !self.is_used;
     }
 
-    /// The process has begun to use the segment, and this one had no descriptors left for what came with that.
+    /// The process uses the segment, but its descriptors did not arrive: the limit of open files was reached.
     pub(crate) fn lack_descriptors(&mut self) {
         self.decline();
         self.lacks_descriptors = self.is_declined;
     }
 
-    /// Its process has not taken it for too long.
+    /// The process did not take the segment in time.
     fn is_late(&self) -> bool {
         !self.is_used && self.since.elapsed() > OFFER_PATIENCE
     }
@@ -154,7 +154,7 @@ impl Carried {
         self.wake(false);
         // Where neither end has begun to use it, TCP has all of it and goes on.
         let is_unused = !self.outlet.is_open() && !self.inlet.is_open();
-        // Its process uses it, and this one cannot ring.
+        // The process uses the segment, and the relay cannot ring.
         let is_without = self.lacks_descriptors && !is_unused || self.is_late() && self.inlet.is_open();
         let over = match over {
             _ if is_unused => Over::Finished,
@@ -268,7 +268,7 @@ mod tests {
     use thruway_sockets::iovecs::Pieces;
     use thruway_sockets::{Reader, Tcp};
 
-    /// Of a process that only says that it reads.
+    /// For a reader that only becomes ready.
     struct Unused;
 
     impl Tcp for Unused {

@@ -40,7 +40,7 @@ impl Door {
     /// A process that has connected, if one has; others' are turned away. It gets a description of this relay.
     ///
     /// # Errors
-    /// [`Errno::AGAIN`] if none has, [`Errno::MFILE`] or [`Errno::NFILE`] if this process has no descriptors left.
+    /// [`Errno::AGAIN`] if there is no such process, [`Errno::MFILE`] or [`Errno::NFILE`] at the limit of open files.
     pub(crate) fn accept(&self, about: &About) -> Result<OwnedFd, Errno> {
         for _ in 0..64 {
             let socket = rustix::net::accept_with(&self.0, FLAGS)?;
@@ -53,7 +53,7 @@ impl Door {
         Err(Errno::AGAIN)
     }
 
-    /// Turns away a process that has connected. False if none has.
+    /// Refuses a new process. False if there is none.
     pub(crate) fn refuse(&self) -> bool {
         let socket = rustix::net::accept_with(&self.0, FLAGS);
         if let Ok(socket) = &socket {
@@ -106,7 +106,7 @@ impl About {
 /// The relay of this process's user at a port, if there is one.
 ///
 /// # Errors
-/// It does not say what it is. [`io::ErrorKind::QuotaExceeded`]: it has no descriptors for another process.
+/// It sends no valid description, or [`io::ErrorKind::QuotaExceeded`] if it has reached its limit of open files.
 pub fn find(port: u16) -> io::Result<Option<About>> {
     let uid = rustix::process::geteuid();
     let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
@@ -122,7 +122,7 @@ pub fn find(port: u16) -> io::Result<Option<About>> {
     let mut message = [0u8; 8192];
     let (len, _) = rustix::net::recv(&socket, &mut message, RecvFlags::empty()).map_err(|_| silent())?;
     match &message[..len] {
-        // It has just ended.
+        // The relay has just ended.
         b"" => return Ok(None),
         full if full == FULL.as_bytes() => {
             let why = "the relay has reached its limit of open files (ulimit -n)";
@@ -134,7 +134,7 @@ pub fn find(port: u16) -> io::Result<Option<About>> {
     about.map(Some).ok_or_else(|| io::Error::other("what is there is no relay of this version"))
 }
 
-/// What a relay without free descriptors says.
+/// Message of a relay that has reached its limit of open files.
 const FULL: &str = "thruway relay full";
 
 /// How long a relay may take to say what it is.
@@ -150,7 +150,7 @@ pub(crate) enum Said {
     Wake,
     /// With its descriptors, if there are any.
     Request(Request, [Option<OwnedFd>; 3]),
-    /// With descriptors for which this process had no room.
+    /// Its descriptors were lost, because this process has reached its limit of open files.
     Truncated(Request),
     /// It has gone.
     Gone,

@@ -64,13 +64,13 @@ const PATIENCE: Duration = Duration::from_secs(60);
 const RETRY_AFTER: Duration = Duration::from_secs(10);
 /// An idle link is tried so often.
 const PING_INTERVAL: Duration = Duration::from_secs(10);
-/// Descriptors that a connection needs: TCP, waker and room. That many are free before a process is handed a segment.
+/// Descriptors of a connection: TCP, waker and room. They are reserved before a process is offered a segment.
 const DESCRIPTORS_OF_ONE: usize = 3;
-/// Most descriptors of a link.
+/// Upper bound of the descriptors of a link.
 const DESCRIPTORS_OF_LINK: usize = 4;
-/// Descriptors for new processes and for links in the making.
+/// Descriptors that are kept free for new processes.
 const DESCRIPTORS_SPARE: usize = 8;
-/// Time between two messages about the limit of open files.
+/// Interval of log messages about the limit of open files.
 const WARN_EVERY: Duration = Duration::from_secs(10);
 /// Messages of a link at a time.
 const TURN: usize = 16;
@@ -176,6 +176,7 @@ impl Relay {
             carried: HashMap::new(),
             by_end: HashMap::new(),
             closing: Closing::default(),
+            first: 0,
             reserve: reserve(),
             descriptors: descriptors.saturating_sub(meetings.most() * DESCRIPTORS_OF_LINK),
             warned: None,
@@ -236,11 +237,13 @@ struct State {
     carried: HashMap<u32, Carried>,
     by_end: HashMap<End, u32>,
     closing: Closing,
-    /// Most descriptors for processes, links and connections.
+    /// Position in `carried` at which the next turn begins.
+    first: usize,
+    /// Limit of descriptors for processes, links and connections.
     descriptors: usize,
-    /// A descriptor to turn processes away by when there is no other.
+    /// A reserved descriptor, with which processes are refused at the limit.
     reserve: Option<OwnedFd>,
-    /// When it was last logged that there are no descriptors left.
+    /// Time of the last log message about the limit of open files.
     warned: Option<Instant>,
 }
 
@@ -252,7 +255,7 @@ fn end_of(request: &Request) -> End {
     End { addresses: *Key::addresses(&request.key), is_higher: request.is_higher }
 }
 
-/// Descriptors that this process may open.
+/// Number of files that this process may open.
 fn descriptors() -> usize {
     let limit = rustix::process::getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
     let open = std::fs::read_dir("/proc/self/fd").map_or(0, Iterator::count);
@@ -414,8 +417,8 @@ impl State {
         self.carried.get_mut(id).filter(|one| one.client == client)
     }
 
-    /// Turns away a new process when no descriptors are left but the reserve. Otherwise it would stay at the door, and wake this loop again and
-    /// again. False if there is none.
+    /// At the limit of open files, refuses a new process by means of the reserved descriptor. Otherwise the pending connection would wake this
+    /// loop again and again. False if there is no new process.
     fn refuse_at_door(&mut self) -> bool {
         self.reserve = None;
         let has_refused = self.door.refuse();
@@ -426,7 +429,7 @@ impl State {
         has_refused
     }
 
-    /// Logs that there are no descriptors left, at most once in [`WARN_EVERY`].
+    /// Logs that the limit of open files is reached, at most once in [`WARN_EVERY`].
     fn warn_of_limit(&mut self, effect: &str) {
         if self.warned.is_none_or(|warned| warned.elapsed() >= WARN_EVERY) {
             self.warned = Some(Instant::now());
@@ -567,7 +570,7 @@ impl State {
         true
     }
 
-    /// Whether this process can get the descriptors of one more connection.
+    /// Whether the descriptors of another connection are available.
     fn has_descriptors_for_one(&self) -> bool {
         let carried = (self.carried.len() + 1) * DESCRIPTORS_OF_ONE;
         let calls = self.ways.values().filter(|way| matches!(way, WayState::Calling)).count();
@@ -661,20 +664,31 @@ impl State {
 
     /// Moves what processes have done. True if there was anything.
     fn pump(&mut self, is_idle: bool) -> bool {
-        let State { carried, links, clients, .. } = self;
+        let State { carried, links, clients, first, .. } = self;
         let mut did = false;
         let (mut over, mut broken) = (Vec::new(), Vec::new());
-        for (id, one) in &mut *carried {
-            let Some(link) = links.get_mut(&one.link) else { continue };
-            match one.pump(link, is_idle, clients.contains_key(&one.client)) {
-                Ok(Pumped::Nothing) => {}
-                Ok(Pumped::Some) => did = true,
-                Ok(Pumped::Over) => over.push((*id, Over::Finished)),
-                Err(Failed::Here) => over.push((*id, Over::Lost)),
-                Err(Failed::Link(error)) => broken.push((one.link, error)),
+        // Begins with the first connection whose link had no room in the last turn, so that none starves.
+        let begin = std::mem::take(first) % carried.len().max(1);
+        let mut without_room = None;
+        let len = carried.len();
+        for turn in 0..2 {
+            let part = if turn == 0 { (begin, len - begin) } else { (0, begin) };
+            for (at, (id, one)) in carried.iter_mut().enumerate().skip(part.0).take(part.1) {
+                let Some(link) = links.get_mut(&one.link) else { continue };
+                if !link.has_room() {
+                    without_room.get_or_insert(at);
+                }
+                match one.pump(link, is_idle, clients.contains_key(&one.client)) {
+                    Ok(Pumped::Nothing) => {}
+                    Ok(Pumped::Some) => did = true,
+                    Ok(Pumped::Over) => over.push((*id, Over::Finished)),
+                    Err(Failed::Here) => over.push((*id, Over::Lost)),
+                    Err(Failed::Link(error)) => broken.push((one.link, error)),
+                }
+                one.tell_news();
             }
-            one.tell_news();
         }
+        *first = without_room.unwrap_or(0);
         did |= !over.is_empty() || !broken.is_empty();
         for (id, how) in over {
             let Some(one) = self.carried.get(&id) else { continue };
