@@ -13,7 +13,7 @@ use std::io;
 use std::sync::atomic::{Ordering, fence};
 use std::time::{Duration, Instant};
 use thruway_sockets::iovecs::Pieces;
-use thruway_sockets::{Found, Over, PEEK_MAX, Reader, Segment};
+use thruway_sockets::{Found, Over, PEEK_MAX, Reader, Segment, WakeBy};
 
 /// A call that receives on a connection which may be accelerated: `plain` is the call as it is.
 pub(crate) unsafe fn receive(
@@ -290,6 +290,9 @@ unsafe fn receive_accelerated(
         drop(receiving);
         if woken > 1 {
             if flags & libc::MSG_DONTWAIT != 0 || !waits(fd) {
+                if !arm_for_system_calls(slot, number) {
+                    continue;
+                }
                 return if sum > 0 { Ok(sum) } else { Err(libc::EAGAIN) };
             }
             std::thread::yield_now();
@@ -379,7 +382,9 @@ fn sleep(which: Which, flags: c_int, left: Option<Duration>, has_part: bool) -> 
         (waker.is_some() || relay::lifeline_of(number).is_some()) && flags & libc::MSG_DONTWAIT == 0 && waits(fd);
     let limit = if may_wait { left.or_else(|| connection.receive_limit()) } else { None };
     let hears = may_wait && waker::is_like_recv(limit.is_some() || has_part);
-    let deaf = u32::from(waker.is_some() && may_wait && !hears);
+    // A call that finds nothing may be followed by a system call of the program's own that waits.
+    let is_registered = slots::local(number).registrations.load(Ordering::SeqCst) > 0;
+    let deaf = u32::from(waker.is_some() && if may_wait { !hears } else { !is_registered });
     if !may_wait {
         relay::glance(number);
     }
@@ -432,6 +437,21 @@ fn sleep(which: Which, flags: c_int, left: Option<Duration>, has_part: bool) -> 
         disarm_if_looked_at(slot, number);
     }
     result
+}
+
+/// Before a call returns that has found nothing: if the connection is registered with no epoll instance that is known, a system call of the
+/// program's own may wait next, which only a doorbell ends. False if there are bytes.
+fn arm_for_system_calls(slot: &Slot, number: u32) -> bool {
+    if waker::of(number).is_none() || slots::local(number).registrations.load(Ordering::SeqCst) > 0 {
+        return true;
+    }
+    match slot.receiving() {
+        Ok(Some(mut receiving)) => {
+            let Receiving { segment, reader, .. } = &mut receiving;
+            reader.arm(segment, WakeBy::Doorbell).unwrap_or(true)
+        }
+        _ => true,
+    }
 }
 
 /// Whether there is something in a ring that the peer was to send again, and has not before it has gone.

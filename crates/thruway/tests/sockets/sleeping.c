@@ -583,6 +583,43 @@ static void a_limit(void) {
     close_both();
 }
 
+/* A system call by the program's own instruction, which the library does not see. */
+static long system_call(long number, long a, long b, long c, long d) {
+#ifdef __x86_64__
+    long result;
+    register long fourth __asm__("r10") = d;
+    __asm__ volatile("syscall" : "=a"(result) : "a"(number), "D"(a), "S"(b), "d"(c), "r"(fourth) : "rcx", "r11", "memory");
+    return result;
+#else
+    return syscall(number, a, b, c, d);
+#endif
+}
+
+/* After calls that wait for bytes, a program waits by system calls of its own, when a call has found nothing. */
+static void by_system_calls(void) {
+    pthread_t thread;
+    char byte = 'b';
+    struct epoll_event event = {.events = EPOLLIN};
+    start(&thread);
+    for (int i = 0; i < ROUNDS; i++) {
+        must(send(one, &byte, 1, 0) == 1, "send");
+        exactly(one, 1);
+    }
+    int ep = epoll_create1(EPOLL_CLOEXEC);
+    must(fcntl(one, F_SETFL, O_NONBLOCK) == 0, "O_NONBLOCK");
+    must(system_call(SYS_epoll_ctl, ep, EPOLL_CTL_ADD, one, (long)&event) == 0, "epoll_ctl");
+    for (int i = 0; i < ROUNDS; i++) {
+        must(send(one, &byte, 1, 0) == 1, "send");
+        while (recv(one, &byte, 1, 0) != 1) {
+            must(errno == EAGAIN, "recv");
+            must(system_call(SYS_epoll_wait, ep, (long)&event, 1, 60000) == 1, "epoll_wait");
+        }
+    }
+    close(ep);
+    must(fcntl(one, F_SETFL, 0) == 0, "O_NONBLOCK");
+    stop(thread, "by system calls");
+}
+
 int main(void) {
     setvbuf(stdout, NULL, _IOLBF, 0);
     by_recv(0);
@@ -592,6 +629,7 @@ int main(void) {
     by_epoll(EPOLLIN, "level");
     by_epoll(EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET, "edge");
     by_epoll(EPOLLIN | EPOLLONESHOT, "once");
+    by_system_calls();
     by_several();
     one_event();
     taken_out();
