@@ -893,24 +893,29 @@ impl Relayed {
 
 const COUNTED: &[&str] = &["--stats", "--json"];
 
+/// Number of attempts of a test that is about short connections: on a busy machine they may all end before the relay has found the other ends.
+const ATTEMPTS: usize = 20;
+
 /// When a process forks, the peer sends unread bytes of the ring again by TCP. It waits for an answer, so it has to be woken for that.
 #[test]
 fn a_forked_process_receives_the_rest_through_a_relay() {
     let relayed = Relayed::new(&[]);
     let path = build_c(&relayed.lab, "divided", &[]);
-    let counted = counters(&finish(relayed.run(COUNTED, &[path.to_str().unwrap()])));
-    // A busy machine leaves some to TCP.
-    assert!(counted["relayed"] > 0, "{counted:?}");
+    let run = |_| counters(&finish(relayed.run(COUNTED, &[path.to_str().unwrap()])))["relayed"];
+    assert!((0..ATTEMPTS).map(run).any(|relayed| relayed > 0));
 }
 
 /// The reader forks, so that its connection goes back to TCP, while its peer sends and ends.
 #[test]
 fn a_stream_that_ends_through_a_relay_while_its_reader_forks_arrives_whole() {
     let relayed = Relayed::new(&["--ring", "4K"]);
-    let (mut server, port) = Running::server(relayed.peers(&[], &["ends_server", "10"]));
-    let counted = counters(&finish(relayed.peers(COUNTED, &["ends", &port, "10"])));
-    assert!(counted["relayed"] > 0 && counted["demoted"] > 0, "{counted:?}");
-    assert!(server.0.wait().unwrap().success());
+    let run = |_| {
+        let (mut server, port) = Running::server(relayed.peers(&[], &["ends_server", "10"]));
+        let counted = counters(&finish(relayed.peers(COUNTED, &["ends", &port, "10"])));
+        assert!(server.0.wait().unwrap().success());
+        counted["relayed"] > 0 && counted["demoted"] > 0
+    };
+    assert!((0..ATTEMPTS).any(run));
 }
 
 #[test]
