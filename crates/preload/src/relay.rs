@@ -95,12 +95,12 @@ pub(crate) fn ask(port: u16, request: Request, with: &[i32]) -> io::Result<()> {
     send(port, request, with).map(drop)
 }
 
-/// Longest time in which the relay has to take a message that must arrive, and number of attempts.
+/// Longest wait of [`ask_patiently`], and number of attempts. Without the message, the relay gives up its offer after a minute.
 const ASK_MAX: Duration = Duration::from_millis(100);
 const ATTEMPTS: u32 = 10;
 
-/// Says something to it that another host waits for. While it has many messages to take, waits for it.
-pub(crate) fn ask_surely(port: u16, request: Request) {
+/// As [`ask`], for a message that another host waits for: waits while the relay has many messages to take.
+pub(crate) fn ask_patiently(port: u16, request: Request) {
     for _ in 0..ATTEMPTS {
         match ask(port, request, &[]) {
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => std::thread::sleep(ASK_MAX / ATTEMPTS),

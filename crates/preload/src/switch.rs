@@ -796,7 +796,7 @@ fn decline(slot: &Slot, guard: &Guard<'_>) {
     withdraw(upgrade);
     if let (true, Some((_, key)), Some(settings)) = (upgrade.by_relay, upgrade.meeting, SETTINGS.get()) {
         let request = Request { key: key.to_bytes(), is_higher: upgrade.is_higher, service: None };
-        relay::ask_surely(settings.relay, request);
+        relay::ask_patiently(settings.relay, request);
     }
 }
 

@@ -44,6 +44,9 @@ const ESTABLISHED: u8 = 1;
 /// Pieces that one system call takes of a list.
 const PIECES: usize = 16;
 
+/// Whether the next byte is urgent (include/uapi/asm-generic/sockios.h).
+pub(crate) const SIOCATMARK: u32 = 0x8905;
+
 impl Connection {
     pub(crate) fn new(fd: c_int) -> Connection {
         Connection { fd, number: None }
@@ -128,17 +131,6 @@ impl Connection {
         let _ = self.option(libc::SOL_SOCKET, libc::SO_RCVLOWAT, &mut low_water);
         let _ = self.option(libc::SOL_SOCKET, libc::SO_OOBINLINE, &mut inline);
         low_water > 1 || inline != 0
-    }
-
-    /// True if the next byte is urgent. The kernel then counts no bytes behind it, but `recv` skips it.
-    fn is_at_mark(self) -> bool {
-        // include/uapi/asm-generic/sockios.h
-        const SIOCATMARK: c_long = 0x8905;
-        let mut is_at_mark: c_int = 0;
-        let at = (&raw mut is_at_mark) as c_long;
-        // SAFETY: it writes an integer.
-        let result = unsafe { real::syscall(libc::SYS_ioctl, self.fd.into(), SIOCATMARK, at, 0, 0, 0) };
-        result == 0 && is_at_mark != 0
     }
 
     /// Number of bytes behind the urgent one, at most [`PEEK_MAX`].
@@ -290,13 +282,18 @@ impl Tcp for Connection {
 
     fn available(&self) -> io::Result<usize> {
         match rustix::io::ioctl_fionread(slots::borrow(self.fd))? {
-            0 if self.is_at_mark() => self.behind_urgent_mark(),
+            // The kernel counts no bytes behind an urgent one, but `recv` skips that.
+            0 if self.is_at_urgent_mark() => self.behind_urgent_mark(),
             len => Ok(len as usize),
         }
     }
 
     fn is_at_urgent_mark(&self) -> bool {
-        self.is_at_mark()
+        let mut is_at_mark: c_int = 0;
+        let at = (&raw mut is_at_mark) as c_long;
+        // SAFETY: it writes an integer.
+        let result = unsafe { real::syscall(libc::SYS_ioctl, self.fd.into(), SIOCATMARK.into(), at, 0, 0, 0) };
+        result == 0 && is_at_mark != 0
     }
 
     fn received(&self) -> io::Result<u64> {

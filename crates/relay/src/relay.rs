@@ -668,12 +668,10 @@ impl State {
         let mut did = false;
         let (mut over, mut broken) = (Vec::new(), Vec::new());
         // Begins with the first connection whose link had no room in the last turn, so that none starves.
-        let begin = std::mem::take(first) % carried.len().max(1);
+        let begin = *first % carried.len().max(1);
         let mut without_room = None;
-        let len = carried.len();
-        for turn in 0..2 {
-            let part = if turn == 0 { (begin, len - begin) } else { (0, begin) };
-            for (at, (id, one)) in carried.iter_mut().enumerate().skip(part.0).take(part.1) {
+        for part in [begin..carried.len(), 0..begin] {
+            for (at, (id, one)) in carried.iter_mut().enumerate().take(part.end).skip(part.start) {
                 let Some(link) = links.get_mut(&one.link) else { continue };
                 if !link.has_room() {
                     without_room.get_or_insert(at);

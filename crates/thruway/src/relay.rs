@@ -181,13 +181,13 @@ pub(crate) fn run(args: &RelayArgs, common: &Common) -> Result<(), Failed> {
 /// Starts a relay in the background, if this user has none at the port. It stays for as long as programs use it.
 pub(crate) fn ensure(options: &RelayOptions, ring: usize, board: &std::path::Path) -> Result<(), String> {
     let port = options.relay_port;
-    let find = || thruway_relay::find(port).map_err(|error| format!("no relay at port {port}: {error}"));
+    let why = |error| format!("no relay at port {port}: {error}");
     match thruway_relay::find(port) {
         Err(error) if error.kind() == std::io::ErrorKind::QuotaExceeded => {
             thruway_cli::say_error!("thruway run: port {port}: {error}: connections to other hosts stay with TCP");
             return Ok(());
         }
-        Err(error) => return Err(format!("no relay at port {port}: {error}")),
+        Err(error) => return Err(why(error)),
         Ok(Some(about)) => return options.agree_with(&about),
         Ok(None) => {}
     }
@@ -220,7 +220,7 @@ pub(crate) fn ensure(options: &RelayOptions, ring: usize, board: &std::path::Pat
     let mut child = command.spawn().map_err(|error| format!("cannot start a relay: {error}"))?;
     let limit = Instant::now() + START_TIMEOUT;
     loop {
-        if let Some(about) = find()? {
+        if let Some(about) = thruway_relay::find(port).map_err(why)? {
             // Another program may have started it at the same time.
             return options.agree_with(&about);
         }

@@ -179,8 +179,8 @@ impl Instance {
     }
 }
 
-/// For registrations that are good for one event, whose connections have bytes that no doorbell has announced: has the kernel give the event, as the
-/// kernel alone can end the registration.
+/// For one-shot registrations of connections with bytes that no doorbell has announced: has the kernel report the event, because only the kernel
+/// can end such a registration.
 pub(super) fn offer_one_shots(instance: &Instance, state: &mut State) {
     let is_due = |one: &Registration| one.fd >= 0 && one.is_owed && one.events & ONE_SHOT != 0;
     let is_readable = |one: &Registration| data::is_readable(slots::slot(one.number));
@@ -203,9 +203,9 @@ pub(super) fn offer_one_shots(instance: &Instance, state: &mut State) {
 /// The entry of a registration; they are ordered by descriptors.
 fn find<'a>(entries: &'a [Entry], one: &Registration) -> Option<&'a Entry> {
     let first = entries.partition_point(|entry| entry.fd < one.fd);
-    let same = entries[first..].iter().take_while(|entry| entry.fd == one.fd);
+    let mut same = entries[first..].iter().take_while(|entry| entry.fd == one.fd);
     let inode = inode(one.descriptor())?;
-    same.into_iter().find(|entry| entry.inode == inode)
+    same.find(|entry| entry.inode == inode)
 }
 
 fn inode(fd: c_int) -> Option<u64> {

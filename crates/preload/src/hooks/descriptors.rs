@@ -4,6 +4,7 @@ use super::sending::use_tcp;
 use crate::data::{errno, fail};
 use crate::report::{Reason, count, counters, stays};
 use crate::slots;
+use crate::tcp::SIOCATMARK;
 use crate::{data, process, real};
 use libc::{c_int, c_uint, c_ulong, c_void, socklen_t};
 use std::sync::atomic::Ordering;
@@ -221,9 +222,6 @@ pub(crate) unsafe extern "C" fn ioctl(fd: c_int, request: c_ulong, arg: c_ulong)
     }
     unsafe { real::ioctl(fd, request, arg) }
 }
-
-/// include/uapi/asm-generic/sockios.h
-const SIOCATMARK: u32 = 0x8905;
 
 /// Whether bytes of the ring come before a mark of an urgent byte, which goes by TCP.
 fn is_before_mark(fd: c_int) -> bool {

@@ -397,8 +397,8 @@ impl Reader {
         discarded > 0
     }
 
-    /// Reads what is there, as far as it fits, and not across the mark of an urgent byte. An error of the TCP connection ends it early, and is kept for
-    /// [`Reader::take_error`].
+    /// Reads what is there, as far as it fits, and not across the mark of an urgent byte. An error of the TCP connection ends it early, and is
+    /// kept for [`Reader::take_error`].
     ///
     /// # Errors
     /// [`Broken`].

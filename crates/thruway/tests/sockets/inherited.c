@@ -108,25 +108,6 @@ static void fork_and_wait_first(unsigned events) {
     end();
 }
 
-/* Sends a descriptor, or receives it if that is -1. */
-static int pass(int through, int fd) {
-    char byte = 'x', space[CMSG_SPACE(sizeof(int))] = {0};
-    struct iovec text = {&byte, 1};
-    struct msghdr header = {.msg_iov = &text, .msg_iovlen = 1, .msg_control = space, .msg_controllen = sizeof space};
-    struct cmsghdr *rights = CMSG_FIRSTHDR(&header);
-    if (fd < 0) {
-        must(recvmsg(through, &header, 0) == 1, "recvmsg");
-        memcpy(&fd, CMSG_DATA(rights), sizeof fd);
-        return fd;
-    }
-    rights->cmsg_level = SOL_SOCKET;
-    rights->cmsg_type = SCM_RIGHTS;
-    rights->cmsg_len = CMSG_LEN(sizeof fd);
-    memcpy(CMSG_DATA(rights), &fd, sizeof fd);
-    must(sendmsg(through, &header, 0) == 1, "sendmsg");
-    return fd;
-}
-
 /* `is_late`: the message is sent when the other process has the instance. `is_inner`: that registers it with an instance of its own. */
 static void hand_over_the_instance(unsigned events, int is_late, int is_inner) {
     struct epoll_event event = {.events = EPOLLIN};

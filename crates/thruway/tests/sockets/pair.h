@@ -59,3 +59,22 @@ __attribute__((unused)) static void end_child(pid_t child) {
     waitpid(child, &status, 0);
     must(status == 0, "the child");
 }
+
+/* Sends a descriptor, or receives it if that is -1. */
+__attribute__((unused)) static int pass(int through, int fd) {
+    char byte = 'x', space[CMSG_SPACE(sizeof(int))] = {0};
+    struct iovec text = {&byte, 1};
+    struct msghdr header = {.msg_iov = &text, .msg_iovlen = 1, .msg_control = space, .msg_controllen = sizeof space};
+    struct cmsghdr *rights = CMSG_FIRSTHDR(&header);
+    if (fd < 0) {
+        must(recvmsg(through, &header, 0) == 1, "recvmsg");
+        memcpy(&fd, CMSG_DATA(rights), sizeof fd);
+        return fd;
+    }
+    rights->cmsg_level = SOL_SOCKET;
+    rights->cmsg_type = SCM_RIGHTS;
+    rights->cmsg_len = CMSG_LEN(sizeof fd);
+    memcpy(CMSG_DATA(rights), &fd, sizeof fd);
+    must(sendmsg(through, &header, 0) == 1, "sendmsg");
+    return fd;
+}

@@ -230,23 +230,6 @@ static void registered_by_who_waits(unsigned events) {
     close(shared);
 }
 
-/* Sends a descriptor, or receives it if that is -1. */
-static int pass(int through, int fd) {
-    char byte = 'x', space[CMSG_SPACE(sizeof(int))] = {0};
-    struct iovec text = {&byte, 1};
-    struct msghdr header = {.msg_iov = &text, .msg_iovlen = 1, .msg_control = space, .msg_controllen = sizeof space};
-    struct cmsghdr *rights = CMSG_FIRSTHDR(&header);
-    if (fd < 0) {
-        must(recvmsg(through, &header, 0) == 1, "recvmsg");
-        memcpy(&fd, CMSG_DATA(rights), sizeof fd);
-        return fd;
-    }
-    *rights = (struct cmsghdr){.cmsg_len = CMSG_LEN(sizeof fd), .cmsg_level = SOL_SOCKET, .cmsg_type = SCM_RIGHTS};
-    memcpy(CMSG_DATA(rights), &fd, sizeof fd);
-    must(sendmsg(through, &header, 0) == 1, "sendmsg");
-    return fd;
-}
-
 /* A connection is registered with an instance that another process has made, beside its own. */
 static void received(unsigned events) {
     struct epoll_event event = {.events = events, .data.u64 = CONNECTION};
