@@ -6,7 +6,7 @@
 use crate::{command, run, top};
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::{Command, Output, Stdio};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
@@ -252,18 +252,29 @@ fn run_tests(tests: &[&Test], at_a_time: usize, environment: &str, patience: u32
     Ok(failed.into_inner().expect("no panics under the lock"))
 }
 
-/// Runs a test and says how it has ended; whether well.
+/// The status of `testbed/qemu/run` if the kernel of an emulated guest crashed.
+const CRASHED_IN_EMULATOR: i32 = 123;
+
+/// Runs a test and says how it has ended; whether well. A test is repeated once if the kernel of an emulated guest crashed:
+/// QEMU's emulator can damage a guest, and a fault of the kernel itself occurs again.
 fn run_test(test: &Test, guest: Guest, environment: &str, patience: u32) -> Result<bool, String> {
     let limit = test.limit * patience;
     let command = format!("LIMIT={limit}; {environment}; . '{}'", test.path.display());
     let begun = Instant::now();
-    let out =
-        start(guest, &kernel(guest.backend)?, &limit.to_string(), &command).output().map_err(|e| e.to_string())?;
-    let (seconds, Test { name, title, .. }) = (begun.elapsed().as_secs_f64(), test);
+    let attempt = || -> Result<Output, String> {
+        start(guest, &kernel(guest.backend)?, &limit.to_string(), &command).output().map_err(|e| e.to_string())
+    };
+    let mut out = attempt()?;
+    let (Test { name, title, .. }, log) = (test, |out: &Output| String::from_utf8_lossy(&out.stderr).into_owned());
+    if out.status.code() == Some(CRASHED_IN_EMULATOR) {
+        eprint!("    again  {name:<28} the kernel of an emulated guest crashed\n{}", log(&out));
+        out = attempt()?;
+    }
+    let seconds = begun.elapsed().as_secs_f64();
     let word = if out.status.success() { "ok    " } else { "FAILED" };
     let mut said = format!("    {word} {name:<28} {seconds:>5.1} s  {title}\n");
     if !out.status.success() {
-        said.extend([&out.stdout, &out.stderr].map(|bytes| String::from_utf8_lossy(bytes).into_owned()));
+        said.extend([String::from_utf8_lossy(&out.stdout).into_owned(), log(&out)]);
     }
     eprint!("{said}");
     Ok(out.status.success())
