@@ -5,7 +5,7 @@
 #include "common.h"
 #include "pair.h"
 
-enum { MESSAGES = 60000, LENGTH = 64 };
+enum { MESSAGES = 60000, FIRST = 2000, LENGTH = 64 };
 
 static void ask(int accepted) {
     char message[LENGTH] = "";
@@ -13,6 +13,9 @@ static void ask(int accepted) {
     for (int i = 0; i < MESSAGES; i++) {
         if (i < 100)
             exactly(accepted, LENGTH);
+        /* Bytes that precede the reader are sent again for it, which a process that has ended cannot do. */
+        if (i == FIRST)
+            exactly(accepted, 1);
         must(send(accepted, message, LENGTH, 0) == LENGTH, "send");
     }
 }
@@ -23,6 +26,7 @@ int main(int count, char **arguments) {
     int n, status;
     alarm(60);
     if (count > 1) {
+        must(send(0, "g", 1, 0) == 1, "send");
         while ((n = recv(0, buffer, sizeof buffer, 0)) > 0)
             sum += n;
         must(n == 0, "recv");
