@@ -38,7 +38,7 @@ pub(crate) unsafe fn receive(
             discard(which, to.left(), flags)
         } else {
             // SAFETY: the caller's promise.
-            unsafe { receive_accelerated(which, &mut to, flags, &mut None) }
+            unsafe { receive_accelerated(which, &mut to, flags) }
         };
         match result {
             Ok(len) => {
@@ -75,57 +75,22 @@ pub(crate) fn receive_plain(number: u32, fd: c_int, plain: impl Fn() -> ssize_t)
     Some(result)
 }
 
-/// Bytes that are counted without being taken, at most: more than a ring and what [`Reader::peek`] sees of TCP.
-const COUNTED_MAX: usize = 8 << 20;
+/// Memory that takes the bytes of a call with `MSG_TRUNC`, which nobody reads.
+const SINK_LEN: usize = 64 << 10;
 
 /// `MSG_TRUNC`: bytes are taken and thrown away; with `MSG_PEEK`, only counted.
-fn discard(which: Which, mut left: usize, flags: c_int) -> Result<usize, c_int> {
-    if flags & libc::MSG_PEEK != 0 {
-        let mut sink = vec![0u8; left.min(COUNTED_MAX)];
-        let list = [libc::iovec { iov_base: sink.as_mut_ptr().cast(), iov_len: sink.len() }];
-        // SAFETY: a buffer of ours.
-        let Some(mut to) = (unsafe { Pieces::new(&list) }) else { return Ok(0) };
-        // SAFETY: as above.
-        return unsafe { receive_accelerated(which, &mut to, flags, &mut None) };
-    }
-    let mut sum = 0;
-    let mut began = None;
-    let mut sink = [0u8; 4096];
-    while left > 0 {
-        let list = [libc::iovec { iov_base: sink.as_mut_ptr().cast(), iov_len: left.min(sink.len()) }];
-        // SAFETY: an array of ours.
-        let Some(mut to) = (unsafe { Pieces::new(&list) }) else { break };
-        let waits_for_all = flags & libc::MSG_WAITALL != 0;
-        let flags = if sum > 0 && !waits_for_all { flags | libc::MSG_DONTWAIT } else { flags };
-        let wanted = to.left();
-        // SAFETY: as above.
-        match unsafe { receive_accelerated(which, &mut to, flags, &mut began) } {
-            Ok(len) => {
-                sum += len;
-                left -= len;
-                if len == 0 || len < wanted && waits_for_all {
-                    break;
-                }
-            }
-            Err(error) if sum > 0 => {
-                if !matches!(error, libc::EAGAIN | libc::EINTR | NOT_ACCELERATED) {
-                    which.slot.error.store(error, Ordering::Relaxed);
-                }
-                break;
-            }
-            Err(error) => return Err(error),
-        }
-    }
-    Ok(sum)
+fn discard(which: Which, len: usize, flags: c_int) -> Result<usize, c_int> {
+    let mut sink = vec![0u8; len.min(SINK_LEN)];
+    // All pieces are the same memory.
+    let piece = libc::iovec { iov_base: sink.as_mut_ptr().cast(), iov_len: sink.len() };
+    let list = vec![piece; len.div_ceil(SINK_LEN)];
+    // SAFETY: a buffer of ours, which is only written.
+    let Some(to) = (unsafe { Pieces::new(&list) }) else { return Err(libc::EINVAL) };
+    // SAFETY: as above.
+    unsafe { receive_accelerated(which, &mut to.limited(len), flags) }
 }
 
-/// `began`: when the call had to wait, if it had to before.
-unsafe fn receive_accelerated(
-    which: Which,
-    to: &mut Pieces<'_>,
-    flags: c_int,
-    began: &mut Option<Instant>,
-) -> Result<usize, c_int> {
+unsafe fn receive_accelerated(which: Which, to: &mut Pieces<'_>, flags: c_int) -> Result<usize, c_int> {
     let Which { slot, number, fd, .. } = which;
     if to.left() == 0 {
         return Ok(0);
@@ -133,6 +98,8 @@ unsafe fn receive_accelerated(
     let (is_peek, waits_for_all) = (flags & libc::MSG_PEEK != 0, flags & libc::MSG_WAITALL != 0);
     let connection = Connection::of(number, fd);
     let mut sum = 0;
+    // When the call had to wait.
+    let mut began = None;
     // The kernel has said that there is something.
     let mut woken = 0u32;
     // More of a connection that goes by TCP cannot be seen at a time.

@@ -581,14 +581,15 @@ impl Reader {
     }
 
     /// Bytes of the stream that are there, in the ring and on the TCP connection. All of them: a program that learns of fewer takes what
-    /// comes behind for news, and waits to hear of it.
+    /// comes behind for news, and waits to hear of it. None at the mark of an urgent byte, as with `FIONREAD`.
     ///
     /// # Errors
     /// [`Broken`].
     pub fn unread(&mut self, segment: &Segment, tcp: &impl Tcp) -> Result<usize, Broken> {
         let mut sum = 0;
         if self.find(segment, tcp)? != Found::Nothing {
-            self.look_ahead(segment, tcp, |_, found, _| match found {
+            self.look_ahead(segment, tcp, |_, found, skipped| match found {
+                Found::Tcp(_) if skipped == 0 && tcp.is_at_urgent_mark() => 0,
                 Found::Ring(len) | Found::Tcp(len) => {
                     sum += len;
                     len

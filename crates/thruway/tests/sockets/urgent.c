@@ -4,6 +4,7 @@
 #include <fcntl.h>
 #include <poll.h>
 #include <sys/epoll.h>
+#include <sys/ioctl.h>
 
 #include "common.h"
 #include "pair.h"
@@ -90,16 +91,19 @@ static int marked_flags, marked_length;
 
 /* Discards the bytes before the mark, as servers of telnet do, and then reads those behind it. */
 static void marking(int accepted) {
-    char byte, bytes[BEFORE + BEHIND];
+    char byte, bytes[BEFORE + BEHIND] = {0};
     echo(accepted);
     must(read(all_sent[0], &byte, 1) == 1, "read");
     long before = 1, n;
+    int counted;
     while ((n = sockatmark(accepted)) == 0) {
+        must(ioctl(accepted, FIONREAD, &counted) == 0 && before + counted == BEFORE, "FIONREAD before the mark");
         n = recv(accepted, bytes, marked_length, marked_flags);
         must(n > 0 && memchr(bytes, 'b', n) == NULL, "recv");
         before += n;
     }
     must(n == 1, "sockatmark");
+    must(ioctl(accepted, FIONREAD, &counted) == 0 && counted == 0, "FIONREAD at the mark");
     n = recv(accepted, bytes, sizeof bytes, 0);
     printf("%d bytes, flags %d: %ld before the mark, %ld behind it\n", marked_length, marked_flags, before, n);
     must(n > 0 && memchr(bytes, 'a', n) == NULL, "recv");
@@ -143,10 +147,11 @@ int main(void) {
         end_child(child);
     }
     send_around_mark(handing);
-    for (int flags = 0; flags <= MSG_WAITALL; flags += MSG_WAITALL) {
+    const int flags[] = {0, MSG_WAITALL, MSG_TRUNC};
+    for (int k = 0; k < 3; k++) {
         const int lengths[] = {BEFORE + BEHIND, BEFORE - 1, 700};
         for (int i = 0; i < 3; i++) {
-            marked_flags = flags, marked_length = lengths[i];
+            marked_flags = flags[k], marked_length = lengths[i];
             send_around_mark(marking);
         }
     }
