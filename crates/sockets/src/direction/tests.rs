@@ -772,6 +772,26 @@ fn a_ring_with_unread_bytes_is_not_given_up() {
     unsafe { (segment.unmap(), other.unmap()) };
 }
 
+/// Only a call that receives takes bytes of the TCP connection, and so a doorbell behind them stays.
+#[test]
+fn closing_a_ring_does_not_wait_for_a_doorbell_behind_bytes() {
+    for is_relayed in [false, true] {
+        let (segment, _fd) = Segment::create(RING).unwrap();
+        let (segment, tcp) = (if is_relayed { segment.as_relayed() } else { segment }, Fake::new(4096));
+        let (control, mut reader) = (segment.control(0), Reader::new(End::Taker, 0));
+        control.runs[0].end.store(OPEN, Ordering::SeqCst);
+        control.opened.store(1, Ordering::SeqCst);
+        tcp.send(&[1, 2, 3]);
+        control.ringing.store(1, Ordering::SeqCst);
+        control.rung.store(1, Ordering::SeqCst);
+        if is_relayed {
+            // The relay has done that.
+            control.tail.store(CLOSED, Ordering::SeqCst);
+        }
+        assert!(reader.close_ring(&segment, &tcp, || panic!("{is_relayed}: a wait")).is_ok());
+    }
+}
+
 /// An urgent byte that nobody has read, which reading steps over, holds up no return.
 #[test]
 fn bytes_before_and_behind_an_urgent_one_are_returned() {
