@@ -45,7 +45,8 @@ pub(crate) struct Instance {
     has_inner: AtomicBool,
     /// Its descriptors.
     descriptors: AtomicU32,
-    /// A descriptor that is registered with it to wake what sleeps there; 0 before it is needed, and -1 where it cannot be had.
+    /// A descriptor that is registered with it to wake what sleeps there; 0 before it is needed, [`COMMON`] for [`COMMON_BELL`], and -1 where
+    /// it cannot be had.
     bell: AtomicI32,
     /// This process's connection to the relay, if it is registered with it; 0 if there was none, and -1 if it has ended.
     relay: AtomicI32,
@@ -68,6 +69,12 @@ const HANDED: u8 = 2;
 
 // SAFETY: the state is used under the lock.
 unsafe impl Sync for Instance {}
+
+/// In [`Instance::bell`].
+const COMMON: i32 = -2;
+/// A bell for the instances that had none before the first fork. It is never emptied: each write is an edge for each instance. 0 before a fork,
+/// and -1 where it cannot be had.
+static COMMON_BELL: AtomicI32 = AtomicI32::new(0);
 
 static ALL: [AtomicPtr<Instance>; INSTANCES] = [const { AtomicPtr::new(std::ptr::null_mut()) }; INSTANCES];
 
@@ -152,7 +159,10 @@ impl Instance {
         if self.others.load(Ordering::SeqCst) == ALONE {
             self.have_bell(ep);
         }
-        let bell = self.bell.load(Ordering::Relaxed);
+        let bell = match self.bell.load(Ordering::Relaxed) {
+            COMMON => COMMON_BELL.load(Ordering::Relaxed),
+            bell => bell,
+        };
         if bell > 0 {
             let _ = rustix::io::write(slots::borrow(bell), &1u64.to_ne_bytes());
         }
@@ -165,6 +175,41 @@ impl Instance {
         let bell = make_bell(ep).unwrap_or(-1);
         if self.bell.compare_exchange(0, bell, Ordering::SeqCst, Ordering::Relaxed).is_err() && bell > 0 {
             slots::close_hidden(bell);
+        }
+    }
+
+    /// Before a fork. A bell of its own for each instance would take many descriptors.
+    fn have_common_bell(&self) {
+        if self.bell.load(Ordering::Relaxed) != 0 {
+            return;
+        }
+        let common = match COMMON_BELL.load(Ordering::SeqCst) {
+            0 => {
+                let bell = make_eventfd().unwrap_or(-1);
+                match COMMON_BELL.compare_exchange(0, bell, Ordering::SeqCst, Ordering::SeqCst) {
+                    Ok(_) => bell,
+                    Err(other) => {
+                        if bell > 0 {
+                            slots::close_hidden(bell);
+                        }
+                        other
+                    }
+                }
+            }
+            common => common,
+        };
+        let is_added = common > 0 && add_bell(self.ep.load(Ordering::Relaxed), common, EventFlags::IN | EventFlags::ET);
+        let bell = if is_added { COMMON } else { -1 };
+        let _ = self.bell.compare_exchange(0, bell, Ordering::SeqCst, Ordering::Relaxed);
+    }
+
+    /// Takes its bell away, of which another program would not know what it is.
+    fn lose_bell(&self) {
+        self.quiet_bell();
+        if self.bell.compare_exchange(COMMON, -1, Ordering::SeqCst, Ordering::Relaxed).is_ok() {
+            let (ep, common) = (self.ep.load(Ordering::Relaxed), COMMON_BELL.load(Ordering::SeqCst));
+            // SAFETY: no event.
+            unsafe { real::epoll_ctl(ep, libc::EPOLL_CTL_DEL, common, std::ptr::null_mut()) };
         }
     }
 
@@ -189,14 +234,22 @@ impl Instance {
 }
 
 fn make_bell(ep: c_int) -> Option<c_int> {
-    let flags = rustix::event::EventfdFlags::CLOEXEC | rustix::event::EventfdFlags::NONBLOCK;
-    let bell = slots::hide(rustix::event::eventfd(0, flags).ok()?)?;
-    let (data, events) = (EventData::new_u64(BELL), EventFlags::IN);
-    if rustix::event::epoll::add(slots::borrow(ep), slots::borrow(bell), data, events).is_err() {
-        slots::close_hidden(bell);
-        return None;
+    let bell = make_eventfd()?;
+    if add_bell(ep, bell, EventFlags::IN) {
+        return Some(bell);
     }
-    Some(bell)
+    slots::close_hidden(bell);
+    None
+}
+
+fn make_eventfd() -> Option<c_int> {
+    let flags = rustix::event::EventfdFlags::CLOEXEC | rustix::event::EventfdFlags::NONBLOCK;
+    slots::hide(rustix::event::eventfd(0, flags).ok()?)
+}
+
+fn add_bell(ep: c_int, bell: c_int, events: EventFlags) -> bool {
+    let data = EventData::new_u64(BELL);
+    rustix::event::epoll::add(slots::borrow(ep), slots::borrow(bell), data, events).is_ok()
 }
 
 impl Instance {
@@ -313,7 +366,7 @@ pub(crate) fn hand_over(number: u32) {
             continue;
         }
         instance.others.store(HANDED, Ordering::SeqCst);
-        instance.quiet_bell();
+        instance.lose_bell();
         let relay = instance.relay.swap(-1, Ordering::SeqCst);
         if relay > 0 {
             // SAFETY: no event.
@@ -337,9 +390,9 @@ pub(crate) fn before_fork() {
         if !instance.is_used.load(Ordering::SeqCst) {
             continue;
         }
-        if instance.others.load(Ordering::SeqCst) == ALONE && switch::has_accelerated() {
-            // Both know it from here on.
-            instance.have_bell(instance.ep.load(Ordering::Relaxed));
+        if instance.others.load(Ordering::SeqCst) == ALONE {
+            // Both processes know it from here on. Connections may be accelerated later.
+            instance.have_common_bell();
         }
         instance.others.fetch_max(FORKED, Ordering::SeqCst);
     }
@@ -695,23 +748,30 @@ pub(crate) fn look_again(number: u32) {
     }
 }
 
-/// Waits for what only the kernel can say: of an instance that has others registered, or that several processes have.
+/// Waits for what only the kernel can say: of an instance that has others registered, or that several processes have. `None`: connections have
+/// bytes that no doorbell has announced.
 fn wait_for_kernel(
-    number: u32,
+    instance: &Instance,
     limit: Limit,
-    mut sleeps: Sleeps,
+    sleeps: &mut Sleeps,
     real: impl Fn(Option<timespec>, *const sigset_t) -> c_int,
-) -> c_int {
+) -> Option<c_int> {
     loop {
         let sleep = sleeps.next(limit);
         let ready = real(sleep.left(), sleeps.mask());
         if ready != 0 || limit.is_over() {
-            return ready;
+            return Some(ready);
         }
         if !sleeps.may_go_on() {
-            return data::fail(libc::EINTR) as c_int;
+            return Some(data::fail(libc::EINTR) as c_int);
         }
-        look_again(number);
+        if instance.is_behind() {
+            instance.catch_up();
+            if instance.has_unannounced() {
+                return None;
+            }
+        }
+        look_again(instance.number.load(Ordering::Relaxed));
         for (inner, instance) in instances().enumerate() {
             if instance.is_used.load(Ordering::Relaxed) && instance.is_nested.load(Ordering::Relaxed) {
                 look_again(inner as u32);
@@ -756,14 +816,13 @@ pub(crate) unsafe fn wait(
     let limit = limit();
     instance.catch_up();
     // The kernel has all events of an instance from another process, but for bytes that no doorbell has announced.
-    let is_unannounced = instance.is_foreign.load(Ordering::Relaxed)
-        && instance.lock.lock().is_ok_and(|mut guard| instance.state(&mut guard).has_unannounced());
+    let is_unannounced = instance.has_unannounced();
     let is_plain = || {
         let has_none = instance.connections.load(Ordering::SeqCst) == 0 || !switch::has_accelerated();
         let is_foreign = instance.is_foreign.load(Ordering::Relaxed) && !is_unannounced;
         has_none || is_foreign || max <= 0 || events.is_null()
     };
-    let mut plain_ready = None;
+    let (mut plain_ready, mut sleeps) = (None, Sleeps::new(mask));
     if is_plain() {
         // Connections may be accelerated while this thread sleeps. What has been until it counted as a sleeper is looked at.
         instance.sleepers.fetch_add(1, Ordering::SeqCst);
@@ -771,10 +830,13 @@ pub(crate) unsafe fn wait(
             let is_seen = !instance.has_inner.load(Ordering::Relaxed) && !instance.is_foreign.load(Ordering::Relaxed);
             !is_seen && switch::has_accelerated() && max > 0 && !events.is_null()
         };
-        plain_ready = is_plain().then(|| match is_kernels() {
-            true => wait_for_kernel(number, limit, Sleeps::new(mask), |limit, mask| real(events, max, limit, mask)),
-            false => plain(),
-        });
+        plain_ready = match is_plain() {
+            true if is_kernels() => {
+                wait_for_kernel(instance, limit, &mut sleeps, |limit, mask| real(events, max, limit, mask))
+            }
+            true => Some(plain()),
+            false => None,
+        };
         instance.sleepers.fetch_sub(1, Ordering::SeqCst);
     }
     if let Some(ready) = plain_ready {
@@ -800,7 +862,6 @@ pub(crate) unsafe fn wait(
     // SAFETY: the caller's promise.
     let out = unsafe { std::slice::from_raw_parts_mut(events, max as usize) };
     let none = timespec { tv_sec: 0, tv_nsec: 0 };
-    let mut sleeps = Sleeps::new(mask);
     loop {
         let mut asks_kernel = false;
         let mut has_hot = false;

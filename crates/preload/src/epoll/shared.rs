@@ -123,6 +123,12 @@ impl Instance {
         data::fail(error);
     }
 
+    /// Whether connections of an instance from another process have bytes that no doorbell has announced.
+    pub(super) fn has_unannounced(&self) -> bool {
+        self.is_foreign.load(Ordering::Relaxed)
+            && self.lock.lock().is_ok_and(|mut guard| self.state(&mut guard).has_unannounced())
+    }
+
     fn compare(&self, state: &mut State, entries: &[Entry]) {
         let number = self.number.load(Ordering::Relaxed);
         let mut known = HashSet::new();

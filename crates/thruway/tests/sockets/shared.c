@@ -5,6 +5,8 @@
 #include "common.h"
 #include "pair.h"
 #include <poll.h>
+#include <pthread.h>
+#include <sched.h>
 #include <sys/epoll.h>
 #include <sys/mman.h>
 
@@ -260,8 +262,53 @@ static void received(unsigned events) {
     close(way[1]);
 }
 
+static pid_t sleeper;
+
+static void *sleep_on(void *waited) {
+    struct epoll_event event;
+    __atomic_store_n(&sleeper, gettid(), __ATOMIC_SEQ_CST);
+    must(epoll_wait(*(int *)waited, &event, 1, 60000) == 1 && event.data.u64 == CONNECTION, "epoll_wait");
+    return NULL;
+}
+
+/* State of a thread: one letter of proc(5). */
+static char state_of(pid_t thread) {
+    char path[64], text[512];
+    snprintf(path, sizeof path, "/proc/self/task/%d/stat", thread);
+    FILE *file = fopen(path, "r");
+    must(file != NULL && fgets(text, sizeof text, file) != NULL, path);
+    fclose(file);
+    return strrchr(text, ')')[2];
+}
+
+/* A thread sleeps on an instance that is older than a fork and than all connections. Another thread moves a connection with unread bytes there. */
+static void moved_to_an_old_instance(void) {
+    struct epoll_event event = {.events = EPOLLIN, .data.u64 = CONNECTION};
+    pthread_t thread;
+    int old = epoll_create1(EPOLL_CLOEXEC), status;
+    pid_t child = fork();
+    if (child == 0)
+        _exit(0);
+    must(waitpid(child, &status, 0) == child, "waitpid");
+    begin();
+    must(send(one, message, LENGTH, 0) == LENGTH, "send");
+    must(pthread_create(&thread, NULL, sleep_on, &old) == 0, "pthread_create");
+    while (__atomic_load_n(&sleeper, __ATOMIC_SEQ_CST) == 0 || state_of(sleeper) != 'S')
+        sched_yield();
+    must(epoll_ctl(own, EPOLL_CTL_DEL, other, NULL) == 0, "epoll_ctl");
+    must(epoll_ctl(old, EPOLL_CTL_ADD, other, &event) == 0, "epoll_ctl");
+    pthread_join(thread, NULL);
+    exactly(other, LENGTH);
+    child = start();
+    if (child == 0)
+        _exit(0);
+    end(child);
+    close(old);
+}
+
 int main(void) {
     alarm(60);
+    moved_to_an_old_instance();
     for (int is_by_child = 0; is_by_child < 2; is_by_child++) {
         changed(EPOLL_CTL_DEL, 0, is_by_child);
         changed(EPOLL_CTL_MOD, EPOLLPRI, is_by_child);
