@@ -115,8 +115,9 @@ impl Instance {
         let error = data::errno();
         let _uses_the_heap = lock::undisturbed();
         if let Ok(mut guard) = self.lock.lock() {
-            self.changes.store(changes, Ordering::SeqCst);
+            // Without a free descriptor, the next call or the next look tries again.
             if let Some(entries) = registered(self.ep.load(Ordering::Relaxed)) {
+                self.changes.store(changes, Ordering::SeqCst);
                 self.compare(self.state(&mut guard), &entries);
             }
         }
