@@ -99,14 +99,20 @@ pub(crate) fn ask(port: u16, request: Request, with: &[i32]) -> io::Result<()> {
 const ASK_MAX: Duration = Duration::from_millis(100);
 const ATTEMPTS: u32 = 10;
 
+/// The relay has taken no message during a wait of [`ASK_MAX`], and none since: it may be stopped.
+static IS_STALLED: AtomicBool = AtomicBool::new(false);
+
 /// As [`ask`], for a message that another host waits for: waits while the relay has many messages to take.
 pub(crate) fn ask_patiently(port: u16, request: Request) {
     for _ in 0..ATTEMPTS {
         match ask(port, request, &[]) {
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => std::thread::sleep(ASK_MAX / ATTEMPTS),
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock && !IS_STALLED.load(Ordering::Relaxed) => {
+                std::thread::sleep(ASK_MAX / ATTEMPTS);
+            }
             _ => return,
         }
     }
+    IS_STALLED.store(true, Ordering::Relaxed);
 }
 
 fn send(port: u16, request: Request, with: &[i32]) -> io::Result<Connected> {
@@ -122,7 +128,10 @@ fn send(port: u16, request: Request, with: &[i32]) -> io::Result<Connected> {
         let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
         let sent = rustix::net::sendmsg(slots::borrow(relay), &[IoSlice::new(&request.encode())], &mut control, flags);
         match sent {
-            Ok(_) => return Ok(connected),
+            Ok(_) => {
+                IS_STALLED.store(false, Ordering::Relaxed);
+                return Ok(connected);
+            }
             // It has ended, and another one may have been started.
             Err(Errno::PIPE | Errno::CONNRESET) if attempt == 0 => lose(connected),
             Err(error) => return Err(error.into()),
