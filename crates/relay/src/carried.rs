@@ -137,10 +137,11 @@ impl Carried {
         self.is_declined |= !self.is_used;
     }
 
-    /// The process uses the segment, but its descriptors did not arrive: the limit of open files was reached.
-    pub(crate) fn lack_descriptors(&mut self) {
+    /// The process uses the segment, but its descriptors did not arrive: the limit of open files was reached. False if earlier ones are in use.
+    pub(crate) fn lack_descriptors(&mut self) -> bool {
         self.decline();
         self.lacks_descriptors = self.is_declined;
+        self.is_declined
     }
 
     /// The process did not take the segment in time.

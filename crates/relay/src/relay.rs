@@ -179,7 +179,7 @@ impl Relay {
             first: 0,
             reserve: reserve(),
             descriptors: descriptors.saturating_sub(meetings.most() * DESCRIPTORS_OF_LINK),
-            warned: None,
+            warned: HashMap::new(),
         };
         state.run(&events)
     }
@@ -243,8 +243,8 @@ struct State {
     descriptors: usize,
     /// A reserved descriptor, with which processes are refused at the limit.
     reserve: Option<OwnedFd>,
-    /// Time of the last log message about the limit of open files.
-    warned: Option<Instant>,
+    /// Times of the last log messages about the limit of open files, by effect.
+    warned: HashMap<&'static str, Instant>,
 }
 
 fn reserve() -> Option<OwnedFd> {
@@ -369,7 +369,12 @@ impl State {
                 DOOR => {
                     // The next poll reports the remaining new processes.
                     for _ in 0..LOCAL_TURN {
-                        let socket = match self.door.accept(&self.about) {
+                        // A process may not use the descriptors of connections that have been offered.
+                        let accepted = match self.used_descriptors() < self.descriptors {
+                            true => self.door.accept(&self.about),
+                            false => Err(Errno::MFILE),
+                        };
+                        let socket = match accepted {
                             Ok(socket) => socket,
                             Err(Errno::MFILE | Errno::NFILE) if self.refuse_at_door() => continue,
                             Err(_) => break,
@@ -397,9 +402,8 @@ impl State {
                 Said::Wake => {}
                 Said::Request(request, files) => self.request(client, &request, files),
                 Said::Truncated(request) => {
-                    self.warn_of_limit("a connection is reset");
-                    if let Some(one) = self.carried_for(client, &request) {
-                        one.lack_descriptors();
+                    if self.carried_for(client, &request).is_some_and(Carried::lack_descriptors) {
+                        self.warn_of_limit("a connection is reset");
                     }
                 }
                 Said::Gone => {
@@ -429,10 +433,10 @@ impl State {
         has_refused
     }
 
-    /// Logs that the limit of open files is reached, at most once in [`WARN_EVERY`].
-    fn warn_of_limit(&mut self, effect: &str) {
-        if self.warned.is_none_or(|warned| warned.elapsed() >= WARN_EVERY) {
-            self.warned = Some(Instant::now());
+    /// Logs that the limit of open files is reached, each effect at most once in [`WARN_EVERY`].
+    fn warn_of_limit(&mut self, effect: &'static str) {
+        if self.warned.get(effect).is_none_or(|warned| warned.elapsed() >= WARN_EVERY) {
+            self.warned.insert(effect, Instant::now());
             tracing::warn!("the limit of open files (ulimit -n) is reached: {effect}");
         }
     }
@@ -572,10 +576,15 @@ impl State {
 
     /// Whether the descriptors of another connection are available.
     fn has_descriptors_for_one(&self) -> bool {
-        let carried = (self.carried.len() + 1) * DESCRIPTORS_OF_ONE;
+        self.used_descriptors() + DESCRIPTORS_OF_ONE <= self.descriptors
+    }
+
+    /// Descriptors in use, and those that are promised to connections, links and calls.
+    fn used_descriptors(&self) -> usize {
+        let carried = self.carried.len() * DESCRIPTORS_OF_ONE;
         let calls = self.ways.values().filter(|way| matches!(way, WayState::Calling)).count();
         let links = (self.links.len() + calls) * DESCRIPTORS_OF_LINK;
-        carried + self.closing.len() + links + self.clients.len() <= self.descriptors
+        carried + self.closing.len() + links + self.clients.len()
     }
 
     fn hear_links(&mut self) -> bool {
