@@ -547,6 +547,9 @@ impl State {
         if self.by_end.contains_key(&end) || !is_legal {
             return false;
         }
+        // The message in which the process declines may be lost, if this relay was stopped. The process withdraws its entry in any case.
+        let entry = self.board.find(Key::from_bytes(&wish.key));
+        let Some((ticket, _)) = entry.filter(|(_, listing)| listing.service == wish.service) else { return false };
         if !self.has_descriptors_for_one() {
             self.warn_of_limit("a connection stays with TCP");
             return false;
@@ -565,9 +568,7 @@ impl State {
                 return false;
             }
         };
-        if let Some((ticket, _)) = self.board.find(Key::from_bytes(&wish.key)) {
-            self.board.answer(ticket);
-        }
+        self.board.answer(ticket);
         let one = Carried::new(end, wish.client, link, peer, segment);
         self.carried.insert(own, one);
         self.by_end.insert(end, own);

@@ -864,8 +864,8 @@ impl Relayed {
         Relayed { lab, options }
     }
 
-    /// SIGKILL to the relay itself.
-    fn kill_relay(&self) {
+    /// The relay itself.
+    fn relay(&self) -> rustix::process::Pid {
         let key = self.lab.path("key");
         let is_it = |process: &std::fs::DirEntry| {
             let line = std::fs::read(process.path().join("cmdline")).unwrap_or_default();
@@ -874,8 +874,11 @@ impl Relayed {
         };
         let found: Vec<_> = std::fs::read_dir("/proc").unwrap().flatten().filter(is_it).collect();
         assert_eq!(found.len(), 1, "{found:?}");
-        let pid = rustix::process::Pid::from_raw(found[0].file_name().to_str().unwrap().parse().unwrap()).unwrap();
-        rustix::process::kill_process(pid, rustix::process::Signal::KILL).unwrap();
+        rustix::process::Pid::from_raw(found[0].file_name().to_str().unwrap().parse().unwrap()).unwrap()
+    }
+
+    fn kill_relay(&self) {
+        rustix::process::kill_process(self.relay(), rustix::process::Signal::KILL).unwrap();
     }
 
     fn run(&self, options: &[&str], args: &[&str]) -> Command {
@@ -916,6 +919,16 @@ fn a_stream_that_ends_through_a_relay_while_its_reader_forks_arrives_whole() {
         counted["relayed"] > 0 && counted["demoted"] > 0
     };
     assert!((0..ATTEMPTS).any(run));
+}
+
+/// The message that the connection is not wanted any more does not reach the relay.
+#[test]
+fn a_connection_that_is_closed_while_the_relay_is_stopped_has_its_end() {
+    let relayed = Relayed::new(&[]);
+    let relay = relayed.relay().as_raw_nonzero().to_string();
+    let options = [COUNTED, &["--after-calls", "8"]].concat();
+    let counted = counters(&finish(relayed.peers(&options, &["closed_unseen", &relay])));
+    assert!(counted["connections"] == 602, "{counted:?}");
 }
 
 #[test]

@@ -711,6 +711,45 @@ def ends():
             assert got == stream(3, 1_000_000 if how == "sendfile" else 100_000), (how, number, len(got))
 
 
+def closed_unseen():
+    """Closes a connection of which the relay has one end, while the relay is stopped and takes no messages. The argument is its process id."""
+    relay, calls = int(sys.argv[2]), 80
+    with socket.create_server((ADDRESS, 0), backlog=512) as listener:
+        def connected():
+            sock = socket.socket()
+            # The end of the stream comes when the reader has made calls.
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8192)
+            sock.connect(listener.getsockname())
+            return sock, listener.accept()[0]
+
+        def exchange(one, other):
+            for _ in range(calls):
+                one.sendall(b"x")
+                assert exactly(other, 1) == b"x"
+
+        one, other = connected()
+        # `one` is looked for, and `other` has not been used.
+        for _ in range(calls):
+            one.sendall(b"x")
+        os.kill(relay, signal.SIGSTOP)
+        try:
+            for _ in range(calls):
+                assert exactly(other, 1) == b"x"
+            others = [connected() for _ in range(300)]
+            for pair in others:
+                exchange(*pair)
+            other.setblocking(False)
+            sent = other.send(bytes(100_000))
+            other.close()
+        finally:
+            os.kill(relay, signal.SIGCONT)
+        got = 0
+        while piece := one.recv(100):
+            got += len(piece)
+            time.sleep(0.0005)
+        assert got == sent, (got, sent)
+
+
 def become(who):
     """As a server does that begins as root."""
     uid, gid, *groups = (int(number) for number in who.split(":"))
