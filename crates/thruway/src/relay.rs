@@ -182,14 +182,16 @@ pub(crate) fn run(args: &RelayArgs, common: &Common) -> Result<(), Failed> {
 pub(crate) fn ensure(options: &RelayOptions, ring: usize, board: &std::path::Path) -> Result<(), String> {
     let port = options.relay_port;
     let why = |error| format!("no relay at port {port}: {error}");
-    match thruway_relay::find(port) {
+    let ask = || match thruway_relay::find(port) {
+        Ok(about) => about.map(|about| options.agree_with(&about)),
         Err(error) if error.kind() == std::io::ErrorKind::QuotaExceeded => {
             thruway_cli::say_error!("thruway run: port {port}: {error}: connections to other hosts stay with TCP");
-            return Ok(());
+            Some(Ok(()))
         }
-        Err(error) => return Err(why(error)),
-        Ok(Some(about)) => return options.agree_with(&about),
-        Ok(None) => {}
+        Err(error) => Some(Err(why(error))),
+    };
+    if let Some(answer) = ask() {
+        return answer;
     }
     let program = std::env::current_exe().map_err(|error| format!("cannot find this program: {error}"))?;
     // What it says goes to a file: it outlives this process's standard error.
@@ -220,9 +222,9 @@ pub(crate) fn ensure(options: &RelayOptions, ring: usize, board: &std::path::Pat
     let mut child = command.spawn().map_err(|error| format!("cannot start a relay: {error}"))?;
     let limit = Instant::now() + START_TIMEOUT;
     loop {
-        if let Some(about) = thruway_relay::find(port).map_err(why)? {
-            // Another program may have started it at the same time.
-            return options.agree_with(&about);
+        // Another program may have started one at the same time.
+        if let Some(answer) = ask() {
+            return answer;
         }
         let ended = child.try_wait().ok().flatten();
         if ended.is_some_and(|status| !status.success()) || Instant::now() > limit {
