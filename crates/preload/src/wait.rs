@@ -577,8 +577,9 @@ pub(crate) fn is_doorbell(number: u32, fd: c_int) -> bool {
         return relayed::catch_up_soon(slot, fd) && is_doorbell(number, fd);
     }
     data::answer_peer(slot, fd);
-    // What has come since may have had its doorbell discarded with the others. The end of the stream is readable, too, and has no byte.
-    !data::is_readable(slot) && connection.ends() == 0
+    // What has come since may have had its doorbell discarded with the others, or the relay has said only now that the bytes are the stream's.
+    // The end of the stream is readable, too, and has no byte.
+    data::finds_nothing(number, fd) && connection.ends() == 0
 }
 
 /// `pselect`, of which `select` is a form; by `poll`.

@@ -12,7 +12,7 @@ pub(crate) use ends::{
     enter_tcp, enter_tcp_at_end, settle, settle_shared,
 };
 pub(crate) use receiving::{
-    disarm, disarm_if_looked_at, is_before_tcp, is_readable, rearm, receive, receive_plain, unread,
+    disarm, disarm_if_looked_at, finds_nothing, is_before_tcp, is_readable, rearm, receive, receive_plain, unread,
 };
 pub(crate) use sending::{may_have_blocked, send_from_file, transmit};
 

@@ -537,6 +537,16 @@ fn quiesce(
     Ok(rearmed.is_empty)
 }
 
+/// Whether neither the ring nor the TCP connection has bytes of the stream, as far as is known.
+pub(crate) fn finds_nothing(number: u32, fd: c_int) -> bool {
+    let slot = slots::slot(number);
+    let Ok(Some(mut receiving)) = slot.receiving() else { return false };
+    let Receiving { segment, reader, .. } = &mut receiving;
+    let found = reader.find(segment, &Connection::of(number, fd));
+    keep_error(slot, reader);
+    found == Ok(Found::Nothing)
+}
+
 /// Whether bytes of the ring come before the next one of the TCP connection. False if the connection is not accelerated.
 pub(crate) fn is_before_tcp(number: u32, fd: c_int) -> bool {
     let slot = slots::slot(number);
