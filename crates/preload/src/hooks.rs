@@ -21,6 +21,11 @@ fn piece(base: *const c_void, len: size_t) -> iovec {
     iovec { iov_base: base.cast_mut(), iov_len: len }
 }
 
+/// Bytes of a call of `recv` or `send`, of which the kernel moves only so many; a longer `read` or `write` may be an error.
+fn call_len(len: size_t) -> size_t {
+    len.min(thruway_sockets::iovecs::CALL_MAX)
+}
+
 /// The pieces that a call names, if there can be so many.
 unsafe fn list<'a>(base: *const iovec, count: c_int) -> Option<&'a [iovec]> {
     match usize::try_from(count) {

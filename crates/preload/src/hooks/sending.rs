@@ -1,7 +1,7 @@
 //! Hooks that send.
 
 use super::receiving::recv;
-use super::{list, piece};
+use super::{call_len, list, piece};
 use crate::data::fail;
 use crate::report::{Reason, stays};
 use crate::slots;
@@ -46,7 +46,7 @@ pub(crate) unsafe extern "C" fn send(fd: c_int, buf: *const c_void, len: size_t,
         let (from, len) = front(rest, buf);
         unsafe { real::send(fd, from, len, flags) }
     };
-    unsafe { data::transmit(number, fd, &[piece(buf, len)], flags, flags & EXOTIC != 0, plain) }
+    unsafe { data::transmit(number, fd, &[piece(buf, call_len(len))], flags, flags & EXOTIC != 0, plain) }
 }
 
 /// Calls that need what only TCP has make the connection one that has nothing else.
@@ -83,7 +83,7 @@ pub(crate) unsafe extern "C" fn sendto(
         let (from, len) = front(rest, buf);
         unsafe { real::sendto(fd, from, len, flags, addr, addr_len) }
     };
-    unsafe { data::transmit(number, fd, &[piece(buf, len)], flags, flags & EXOTIC != 0, plain) }
+    unsafe { data::transmit(number, fd, &[piece(buf, call_len(len))], flags, flags & EXOTIC != 0, plain) }
 }
 
 #[unsafe(no_mangle)]
