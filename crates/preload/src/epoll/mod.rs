@@ -45,8 +45,8 @@ pub(crate) struct Instance {
     has_inner: AtomicBool,
     /// Its descriptors.
     descriptors: AtomicU32,
-    /// A descriptor that is registered with it to wake what sleeps there; 0 before it is needed, [`COMMON`] for [`COMMON_BELL`], and -1 where
-    /// it cannot be had.
+    /// A descriptor that is registered with it to wake what sleeps there, edge-triggered: other processes that have the instance need not take
+    /// the event back. 0 before it is needed.
     bell: AtomicI32,
     /// This process's connection to the relay, if it is registered with it; 0 if there was none, and -1 if it has ended.
     relay: AtomicI32,
@@ -69,12 +69,6 @@ const HANDED: u8 = 2;
 
 // SAFETY: the state is used under the lock.
 unsafe impl Sync for Instance {}
-
-/// In [`Instance::bell`].
-const COMMON: i32 = -2;
-/// A bell for the instances that had none before the first fork. It is never emptied: each write is an edge for each instance. 0 before a fork,
-/// and -1 where it cannot be had.
-static COMMON_BELL: AtomicI32 = AtomicI32::new(0);
 
 static ALL: [AtomicPtr<Instance>; INSTANCES] = [const { AtomicPtr::new(std::ptr::null_mut()) }; INSTANCES];
 
@@ -155,14 +149,10 @@ fn is_ours(data: u64) -> bool {
 impl Instance {
     /// Wakes what sleeps in the kernel on it: a ring has something that the kernel does not know of.
     fn ring(&self, ep: c_int) {
-        // Processes that have the instance from a fork before would not know the bell.
-        if self.others.load(Ordering::SeqCst) == ALONE {
+        if self.others.load(Ordering::SeqCst) != HANDED {
             self.have_bell(ep);
         }
-        let bell = match self.bell.load(Ordering::Relaxed) {
-            COMMON => COMMON_BELL.load(Ordering::Relaxed),
-            bell => bell,
-        };
+        let bell = self.bell.load(Ordering::Relaxed);
         if bell > 0 {
             let _ = rustix::io::write(slots::borrow(bell), &1u64.to_ne_bytes());
         }
@@ -172,44 +162,19 @@ impl Instance {
         if self.bell.load(Ordering::Relaxed) != 0 {
             return;
         }
-        let bell = make_bell(ep).unwrap_or(-1);
-        if self.bell.compare_exchange(0, bell, Ordering::SeqCst, Ordering::Relaxed).is_err() && bell > 0 {
+        let Some(bell) = make_bell(ep) else { return };
+        if self.bell.compare_exchange(0, bell, Ordering::SeqCst, Ordering::Relaxed).is_err() {
             slots::close_hidden(bell);
         }
     }
 
-    /// Before a fork. A bell of its own for each instance would take many descriptors.
-    fn have_common_bell(&self) {
-        if self.bell.load(Ordering::Relaxed) != 0 {
-            return;
-        }
-        let common = match COMMON_BELL.load(Ordering::SeqCst) {
-            0 => {
-                let bell = make_eventfd().unwrap_or(-1);
-                match COMMON_BELL.compare_exchange(0, bell, Ordering::SeqCst, Ordering::SeqCst) {
-                    Ok(_) => bell,
-                    Err(other) => {
-                        if bell > 0 {
-                            slots::close_hidden(bell);
-                        }
-                        other
-                    }
-                }
-            }
-            common => common,
-        };
-        let is_added = common > 0 && add_bell(self.ep.load(Ordering::Relaxed), common, EventFlags::IN | EventFlags::ET);
-        let bell = if is_added { COMMON } else { -1 };
-        let _ = self.bell.compare_exchange(0, bell, Ordering::SeqCst, Ordering::Relaxed);
-    }
-
-    /// Takes its bell away, of which another program would not know what it is.
+    /// Another program would not know what the events of its bell are.
     fn lose_bell(&self) {
-        self.quiet_bell();
-        if self.bell.compare_exchange(COMMON, -1, Ordering::SeqCst, Ordering::Relaxed).is_ok() {
-            let (ep, common) = (self.ep.load(Ordering::Relaxed), COMMON_BELL.load(Ordering::SeqCst));
+        let bell = self.bell.load(Ordering::SeqCst);
+        if bell > 0 {
+            let ep = self.ep.load(Ordering::Relaxed);
             // SAFETY: no event.
-            unsafe { real::epoll_ctl(ep, libc::EPOLL_CTL_DEL, common, std::ptr::null_mut()) };
+            unsafe { real::epoll_ctl(ep, libc::EPOLL_CTL_DEL, bell, std::ptr::null_mut()) };
         }
     }
 
@@ -220,36 +185,21 @@ impl Instance {
             self.ring(self.ep.load(Ordering::Relaxed));
         }
         if others != ALONE {
-            // Whichever process waits first takes back the bell.
+            // Whichever process waits first gets the event of the bell.
             data::ask_for_doorbell(connection);
-        }
-    }
-
-    fn quiet_bell(&self) {
-        let bell = self.bell.load(Ordering::Relaxed);
-        if bell > 0 {
-            let _ = rustix::io::read(slots::borrow(bell), &mut [0u8; 8]);
         }
     }
 }
 
 fn make_bell(ep: c_int) -> Option<c_int> {
-    let bell = make_eventfd()?;
-    if add_bell(ep, bell, EventFlags::IN) {
-        return Some(bell);
-    }
-    slots::close_hidden(bell);
-    None
-}
-
-fn make_eventfd() -> Option<c_int> {
     let flags = rustix::event::EventfdFlags::CLOEXEC | rustix::event::EventfdFlags::NONBLOCK;
-    slots::hide(rustix::event::eventfd(0, flags).ok()?)
-}
-
-fn add_bell(ep: c_int, bell: c_int, events: EventFlags) -> bool {
-    let data = EventData::new_u64(BELL);
-    rustix::event::epoll::add(slots::borrow(ep), slots::borrow(bell), data, events).is_ok()
+    let bell = slots::hide(rustix::event::eventfd(0, flags).ok()?)?;
+    let (data, events) = (EventData::new_u64(BELL), EventFlags::IN | EventFlags::ET);
+    if rustix::event::epoll::add(slots::borrow(ep), slots::borrow(bell), data, events).is_err() {
+        slots::close_hidden(bell);
+        return None;
+    }
+    Some(bell)
 }
 
 impl Instance {
@@ -389,10 +339,6 @@ pub(crate) fn before_fork() {
     for instance in instances() {
         if !instance.is_used.load(Ordering::SeqCst) {
             continue;
-        }
-        if instance.others.load(Ordering::SeqCst) == ALONE {
-            // Both processes know it from here on. Connections may be accelerated later.
-            instance.have_common_bell();
         }
         instance.others.fetch_max(FORKED, Ordering::SeqCst);
     }
@@ -875,7 +821,15 @@ pub(crate) unsafe fn wait(
             // The kernel has its turn, also where rings alone would fill the list.
             let limit = if state.calls >= KERNEL_EVERY && out.len() > 1 { out.len() - 1 } else { out.len() };
             let ep = instance.ep.load(Ordering::Relaxed);
-            found = if state.calls >= KERNEL_EVERY && out.len() == 1 { 0 } else { state.look(ep, &mut out[..limit]) };
+            let has_more;
+            (found, has_more) = match state.calls >= KERNEL_EVERY && out.len() == 1 {
+                true => (0, false),
+                false => state.look(ep, &mut out[..limit]),
+            };
+            if has_more && instance.sleepers.load(Ordering::SeqCst) > 0 && !instance.has_others() {
+                // The thread that gets the event of a bell may have been woken for several connections.
+                instance.ring(ep);
+            }
             has_hot = !state.hot.is_empty();
             if state.calls >= KERNEL_EVERY {
                 asks_kernel = true;
@@ -972,6 +926,10 @@ fn correct(instance: &Instance, events: &mut [epoll_event]) -> usize {
     instance.catch_up();
     let Ok(mut guard) = instance.lock.lock() else { return events.len() };
     let state = instance.state(&mut guard);
+    if instance.others.load(Ordering::SeqCst) != ALONE && events.iter().any(|event| { event.u64 } == BELL) {
+        // Another process may have rung it.
+        state.heat_unannounced(instance.is_foreign.load(Ordering::Relaxed));
+    }
     let mut kept = 0;
     for i in 0..events.len() {
         let event = events[i];
@@ -981,9 +939,6 @@ fn correct(instance: &Instance, events: &mut [epoll_event]) -> usize {
         }
         let at = state.with_data(event.u64);
         let mut events_now = event.events;
-        if { event.u64 } == BELL {
-            instance.quiet_bell();
-        }
         if is_ours(event.u64) {
             continue;
         }

@@ -177,6 +177,19 @@ impl Registration {
         }
     }
 
+    /// Whether its ring has bytes that are to be reported, of which the kernel does not know.
+    pub(super) fn is_unannounced(&self) -> bool {
+        if self.fd < 0 || self.events & READABLE == 0 || self.events & SPECIAL != 0 {
+            return false;
+        }
+        // If another thread reads, that finds what there is.
+        slots::slot(self.number).try_receiving().is_some_and(|mut receiving| {
+            let slots::Receiving { segment, reader, .. } = &mut receiving;
+            let is_told = self.events & EDGE != 0 && reader.tail(segment).load(Ordering::Acquire) == self.told;
+            !is_told && reader.ring_len(segment).is_ok_and(|len| len > 0) && !reader.has_doorbells(segment)
+        })
+    }
+
     /// What is to be said of it without waiting for the kernel to say something.
     pub(super) fn ready(&mut self) -> u32 {
         let slot = slots::slot(self.number);

@@ -134,12 +134,12 @@ impl State {
         }
     }
 
-    /// Events of hot connections, from where the last call ended; the number of them.
-    pub(super) fn look(&mut self, ep: c_int, out: &mut [epoll_event]) -> usize {
-        let (mut found, mut kept) = (0, 0);
+    /// Events of hot connections, from where the last call ended: the number of them, and whether there are more that no doorbell has announced.
+    pub(super) fn look(&mut self, ep: c_int, out: &mut [epoll_event]) -> (usize, bool) {
+        let (mut found, mut kept, mut has_more) = (0, 0, false);
         let len = self.hot.len();
         if len == 0 {
-            return 0;
+            return (0, false);
         }
         let first = self.next % len;
         self.hot.rotate_left(first);
@@ -165,6 +165,7 @@ impl State {
                 }
                 one.idle < IDLE_MAX || !arm_connection(one.number)
             } else {
+                has_more |= one.is_unannounced();
                 true
             };
             if is_kept {
@@ -175,7 +176,7 @@ impl State {
             }
         }
         self.hot.truncate(kept);
-        found
+        (found, has_more)
     }
 
     /// During a long sleep: looks at all connections, and has the next wait look at those with unread bytes. `is_foreign`: another process has
@@ -191,6 +192,17 @@ impl State {
             let is_wanted = !is_foreign && one.events & READABLE != 0 && one.events & SPECIAL == 0 && !is_told;
             recheck::look(number, is_wanted);
             if is_wanted && data::is_readable(slot) {
+                self.heat(at as u32);
+            }
+        }
+    }
+
+    /// Has the next wait look at connections with bytes that no doorbell has announced. `is_foreign`: as in [`State::look_again`].
+    pub(super) fn heat_unannounced(&mut self, is_foreign: bool) {
+        for at in 0..self.registrations.len() {
+            let one = &mut self.registrations[at];
+            if one.is_unannounced() {
+                one.is_inherited |= is_foreign;
                 self.heat(at as u32);
             }
         }

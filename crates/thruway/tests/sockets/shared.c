@@ -306,9 +306,57 @@ static void moved_to_an_old_instance(void) {
     close(old);
 }
 
+enum { THREADS = 4 };
+static pthread_barrier_t all_woken;
+
+static void *take_one(void *waited) {
+    struct epoll_event event;
+    must(epoll_wait(*(int *)waited, &event, 1, 60000) == 1, "epoll_wait");
+    exactly(event.data.fd, LENGTH);
+    pthread_barrier_wait(&all_woken);
+    return NULL;
+}
+
+/* Threads sleep on an instance. Another thread moves as many connections with unread bytes there, and each thread is needed for one of them. */
+static void moved_to_threads(unsigned events) {
+    struct epoll_event event = {.events = events};
+    pthread_t threads[THREADS];
+    int moved[THREADS], kept[THREADS], shared = epoll_create1(EPOLL_CLOEXEC);
+    cpu_set_t before, single;
+    pthread_barrier_init(&all_woken, NULL, THREADS + 1);
+    /* On one processor, all are moved before the first thread runs. */
+    must(sched_getaffinity(0, sizeof before, &before) == 0, "sched_getaffinity");
+    CPU_ZERO(&single);
+    CPU_SET(sched_getcpu(), &single);
+    must(sched_setaffinity(0, sizeof single, &single) == 0, "sched_setaffinity");
+    for (int i = 0; i < THREADS; i++) {
+        begin();
+        must(send(one, message, LENGTH, 0) == LENGTH, "send");
+        moved[i] = other, kept[i] = one;
+        int ways[] = {own, to_child[0], to_child[1], to_parent[0], to_parent[1]};
+        for (unsigned way = 0; way < sizeof ways / sizeof *ways; way++)
+            close(ways[way]);
+        must(pthread_create(&threads[i], NULL, take_one, &shared) == 0, "pthread_create");
+    }
+    for (int i = 0; i < THREADS; i++) {
+        event.data.fd = moved[i];
+        must(epoll_ctl(shared, EPOLL_CTL_ADD, moved[i], &event) == 0, "epoll_ctl");
+    }
+    pthread_barrier_wait(&all_woken);
+    for (int i = 0; i < THREADS; i++) {
+        pthread_join(threads[i], NULL);
+        close(moved[i]);
+        close(kept[i]);
+    }
+    must(sched_setaffinity(0, sizeof before, &before) == 0, "sched_setaffinity");
+    close(shared);
+}
+
 int main(void) {
     alarm(60);
     moved_to_an_old_instance();
+    moved_to_threads(EPOLLIN | EPOLLET);
+    moved_to_threads(EPOLLIN | EPOLLONESHOT);
     for (int is_by_child = 0; is_by_child < 2; is_by_child++) {
         changed(EPOLL_CTL_DEL, 0, is_by_child);
         changed(EPOLL_CTL_MOD, EPOLLPRI, is_by_child);
