@@ -43,7 +43,11 @@ fn program(run: Option<&[&str]>, args: &[&str]) -> Command {
     let mut command = Command::new("env");
     command.arg("--default-signal");
     if let Some(options) = run {
-        command.args([THRUWAY, "run", "--after-calls", "1"]).args(options).arg("--");
+        command.args([THRUWAY, "run"]);
+        if !options.contains(&"--after-calls") {
+            command.args(["--after-calls", "1"]);
+        }
+        command.args(options).arg("--");
     }
     command.args(args);
     // A group of its own, so that all of it can be ended.
