@@ -99,7 +99,7 @@ pub(crate) fn ask(port: u16, request: Request, with: &[i32]) -> io::Result<()> {
 const ASK_MAX: Duration = Duration::from_millis(100);
 const ATTEMPTS: u32 = 10;
 
-/// The relay has taken no message during a wait of [`ASK_MAX`], and none since: it may be stopped.
+/// The relay has taken no message since a wait of [`ASK_MAX`]: it may be stopped.
 static IS_STALLED: AtomicBool = AtomicBool::new(false);
 
 /// As [`ask`], for a message that another host waits for: waits while the relay has many messages to take.

@@ -577,8 +577,8 @@ pub(crate) fn is_doorbell(number: u32, fd: c_int) -> bool {
         return relayed::catch_up_soon(slot, fd) && is_doorbell(number, fd);
     }
     data::answer_peer(slot, fd);
-    // What has come since may have had its doorbell discarded with the others, or the relay has said only now that the bytes are the stream's.
-    // The end of the stream is readable, too, and has no byte.
+    // Bytes may have arrived whose doorbell was discarded with the others, or the relay has just explained the bytes. The end of the stream is
+    // readable, too, and has no byte.
     data::finds_nothing(number, fd) && connection.ends() == 0
 }
 

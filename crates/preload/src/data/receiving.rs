@@ -537,7 +537,7 @@ fn quiesce(
     Ok(rearmed.is_empty)
 }
 
-/// Whether neither the ring nor the TCP connection has bytes of the stream, as far as is known.
+/// True if neither the ring nor the TCP connection has bytes of the stream.
 pub(crate) fn finds_nothing(number: u32, fd: c_int) -> bool {
     let slot = slots::slot(number);
     let Ok(Some(mut receiving)) = slot.receiving() else { return false };

@@ -168,7 +168,7 @@ impl Instance {
         }
     }
 
-    /// Another program would not know what the events of its bell are.
+    /// Removes the bell from the instance: another program cannot interpret its events.
     fn lose_bell(&self) {
         let bell = self.bell.load(Ordering::SeqCst);
         if bell > 0 {
@@ -694,8 +694,8 @@ pub(crate) fn look_again(number: u32) {
     }
 }
 
-/// Waits for what only the kernel can say: of an instance that has others registered, or that several processes have. `None`: connections have
-/// bytes that no doorbell has announced.
+/// Waits for the kernel, on an instance that has others registered or that several processes have. `None`: connections have bytes without a
+/// doorbell.
 fn wait_for_kernel(
     instance: &Instance,
     limit: Limit,
@@ -827,7 +827,7 @@ pub(crate) unsafe fn wait(
                 false => state.look(ep, &mut out[..limit]),
             };
             if has_more && instance.sleepers.load(Ordering::SeqCst) > 0 && !instance.has_others() {
-                // The thread that gets the event of a bell may have been woken for several connections.
+                // The bell may have been rung for several connections, and wakes one thread.
                 instance.ring(ep);
             }
             has_hot = !state.hot.is_empty();

@@ -177,7 +177,7 @@ impl Registration {
         }
     }
 
-    /// Whether its ring has bytes that are to be reported, of which the kernel does not know.
+    /// True if its ring has unread bytes to report, without a doorbell.
     pub(super) fn is_unannounced(&self) -> bool {
         if self.fd < 0 || self.events & READABLE == 0 || self.events & SPECIAL != 0 {
             return false;

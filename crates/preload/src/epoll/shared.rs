@@ -124,7 +124,7 @@ impl Instance {
         data::fail(error);
     }
 
-    /// Whether connections of an instance from another process have bytes that no doorbell has announced.
+    /// True if connections of an instance from another process have bytes without a doorbell.
     pub(super) fn has_unannounced(&self) -> bool {
         self.is_foreign.load(Ordering::Relaxed)
             && self.lock.lock().is_ok_and(|mut guard| self.state(&mut guard).has_unannounced())

@@ -134,7 +134,7 @@ impl State {
         }
     }
 
-    /// Events of hot connections, from where the last call ended: the number of them, and whether there are more that no doorbell has announced.
+    /// Events of hot connections, from where the last call ended: their number, and whether other connections have bytes without a doorbell.
     pub(super) fn look(&mut self, ep: c_int, out: &mut [epoll_event]) -> (usize, bool) {
         let (mut found, mut kept, mut has_more) = (0, 0, false);
         let len = self.hot.len();
@@ -197,7 +197,7 @@ impl State {
         }
     }
 
-    /// Has the next wait look at connections with bytes that no doorbell has announced. `is_foreign`: as in [`State::look_again`].
+    /// Has the next wait look at connections with bytes without a doorbell. `is_foreign`: as in [`State::look_again`].
     pub(super) fn heat_unannounced(&mut self, is_foreign: bool) {
         for at in 0..self.registrations.len() {
             let one = &mut self.registrations[at];
