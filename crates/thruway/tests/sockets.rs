@@ -686,6 +686,19 @@ fn a_hostile_peer_breaks_only_its_own_connection() {
     assert!(counters(&output)["accelerated"] > 200, "{told}");
 }
 
+/// Bytes of both directions are sent again by TCP, each by one end for the other.
+#[test]
+fn both_ends_may_go_back_to_tcp_at_the_same_time() {
+    let lab = support::Lab::new();
+    let path = build_c(&lab, "mutual", &[]);
+    for args in [&[path.to_str().unwrap()][..], &[path.to_str().unwrap(), "ends"]] {
+        let output = finish(program(Some(&["--ring", "4K", "--stats", "--json"]), args));
+        let told = String::from_utf8_lossy(&output.stdout).into_owned();
+        assert!(output.status.success(), "{told}");
+        assert_eq!(counters(&output)["demoted"], 2, "{told}");
+    }
+}
+
 /// A peer that begins to return bytes and never ends keeps a thread neither from its other connections, nor from its own for ever.
 #[test]
 fn a_peer_that_never_returns_its_bytes_holds_up_no_event_loop() {

@@ -251,6 +251,8 @@ fn return_unread(slot: &Slot, fd: c_int, receiving: &mut Receiving<'_>) -> bool 
     let is_others = slot.is_others.load(Ordering::Relaxed);
     loop {
         let Receiving { segment, reader, .. } = &mut *receiving;
+        // Before the step: a peer may end as soon as it has sent all bytes again.
+        let has_ended = connection.ends() != 0;
         let step = bytes.step(reader, segment, &connection);
         keep_error(slot, reader);
         let Ok(step) = step else { return false };
@@ -268,18 +270,14 @@ fn return_unread(slot: &Slot, fd: c_int, receiving: &mut Receiving<'_>) -> bool 
             return false;
         }
         // After its end, a peer sends nothing again.
-        if connection.ends() != 0 {
+        if has_ended {
             return false;
         }
         if called.is_none_or(|called| called.elapsed() >= apart) {
             call_peer(slot, fd);
             (called, apart) = (Some(Instant::now()), (apart * 2).min(CALLS_MAX));
-            // The peer may be in this process.
-            slots::each(|number, other| {
-                if !std::ptr::eq(slots::slot(number), slot) {
-                    answer_peer(slots::slot(number), other);
-                }
-            });
+            // The peer may be in this process, and may return bytes of the other direction at the same time.
+            slots::each(|number, other| _ = answer_peer(slots::slot(number), other));
         }
         std::thread::yield_now();
     }
