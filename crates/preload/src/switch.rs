@@ -825,7 +825,7 @@ pub(crate) fn retire(number: u32, fd: i32) -> bool {
     let guards = [&guard, &receiving, &sending];
     let Some((segment, writer, reader)) = slot.ends(guards) else { return false };
     let connection = Connection::new(fd);
-    let is_plain = writer.is_plain() && reader.is_plain(&segment, &connection) == Ok(true);
+    let is_plain = writer.is_plain(&segment) && reader.is_plain(&segment, &connection) == Ok(true);
     crate::data::keep_error(slot, reader);
     if !is_plain || slot.error.load(Ordering::Relaxed) != 0 || !slot.is_only_ours(number) {
         return false;

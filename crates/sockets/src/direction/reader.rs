@@ -946,8 +946,8 @@ impl Reader {
             if found == Found::Nothing {
                 self.discard_doorbells(segment, tcp);
             }
-            // Doorbells may be on their way, also within a host: a busy kernel delivers them later. Those behind bytes of the stream stay: only
-            // a call that receives takes these bytes.
+            // Doorbells may be on their way, also within a host: a busy kernel delivers them later. Doorbells behind bytes of the stream stay:
+            // only a call that receives takes the bytes.
             let mut is_ringing = found == Found::Nothing && self.bells(segment) > 0;
             if !segment.is_relayed() {
                 is_ringing |= control.ringing.load(Ordering::SeqCst) != control.rung.load(Ordering::SeqCst);

@@ -83,9 +83,16 @@ impl Writer {
         self.is_pinned
     }
 
-    /// True if all later bytes go by TCP, and a reader that has closed the ring has received all earlier ones.
-    pub fn is_plain(&self) -> bool {
-        self.is_tcp && self.is_pinned && self.owed >= self.tail && !self.awaits_return()
+    /// True if all later bytes go by TCP and the ring has no earlier ones. A reader that closes it with unread bytes returns them.
+    pub fn is_plain(&self, segment: &Segment) -> bool {
+        let control = segment.control(self.direction);
+        let has_returned = self.stop.as_ref().is_some_and(|stop| stop.is_over);
+        // A reader sets `RETURNS` before it takes bytes.
+        let is_read = || {
+            control.head.load(Ordering::Acquire) >= self.run_ring
+                && control.returned.load(Ordering::Acquire) & RETURNS == 0
+        };
+        self.is_tcp && self.is_pinned && self.owed >= self.tail && (has_returned || self.stop.is_none() && is_read())
     }
 
     /// True while the reader returns bytes: nothing else may be sent.

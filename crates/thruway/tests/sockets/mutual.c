@@ -4,6 +4,7 @@
 #define _GNU_SOURCE
 #include <fcntl.h>
 #include <linux/io_uring.h>
+#include <poll.h>
 #include <sys/syscall.h>
 
 #include "common.h"
@@ -46,6 +47,11 @@ static void both(int fd, int end) {
         must(n > 0 && received + n <= length && memcmp(got, bytes + received, n) == 0, "recv");
     }
     must(!ends || recv(fd, got, LENGTH, 0) == 0, "the end");
+    must(write(sent[end][1], "d", 1) == 1, "write");
+    /* The other end may still wait for bytes that this one has to send again. */
+    struct pollfd last[] = {{.fd = fd, .events = POLLIN}, {.fd = sent[!end][0], .events = POLLIN}};
+    while (!last[1].revents)
+        must(poll(last, 2, -1) > 0, "poll");
 }
 
 static void serve(int fd) { both(fd, 0); }
