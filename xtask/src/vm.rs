@@ -255,8 +255,8 @@ fn run_tests(tests: &[&Test], at_a_time: usize, environment: &str, patience: u32
 /// The status of `testbed/qemu/run` if the kernel of an emulated guest crashed.
 const CRASHED_IN_EMULATOR: i32 = 123;
 
-/// Runs a test and says how it has ended; whether well. A test is repeated once if the kernel of an emulated guest crashed:
-/// QEMU's emulator can damage a guest, and a fault of the kernel itself occurs again.
+/// Runs a test and prints its result. True if it passes. Repeats it once if the kernel of an emulated guest crashed: QEMU's
+/// emulator can damage a guest, and a fault of the kernel itself occurs again.
 fn run_test(test: &Test, guest: Guest, environment: &str, patience: u32) -> Result<bool, String> {
     let limit = test.limit * patience;
     let command = format!("LIMIT={limit}; {environment}; . '{}'", test.path.display());

@@ -21,7 +21,7 @@ fn piece(base: *const c_void, len: size_t) -> iovec {
     iovec { iov_base: base.cast_mut(), iov_len: len }
 }
 
-/// Bytes of a call of `recv` or `send`, of which the kernel moves only so many; a longer `read` or `write` may be an error.
+/// Limits the length of a `recv` or `send`, as the kernel does. It refuses a `read` or `write` above `SSIZE_MAX`.
 fn call_len(len: size_t) -> size_t {
     len.min(thruway_sockets::iovecs::CALL_MAX)
 }

@@ -75,14 +75,17 @@ pub(crate) fn receive_plain(number: u32, fd: c_int, plain: impl Fn() -> ssize_t)
     Some(result)
 }
 
-/// Memory that takes the bytes of a call with `MSG_TRUNC`, which nobody reads.
+/// Size of the memory that takes the bytes of a call with `MSG_TRUNC`.
 const SINK_LEN: usize = 64 << 10;
+/// Limit of such a call without `MSG_WAITALL`: more than a ring and what [`Reader::peek`] sees of TCP.
+const DISCARDED_MAX: usize = 8 << 20;
 
 /// `MSG_TRUNC`: bytes are taken and thrown away; with `MSG_PEEK`, only counted.
 fn discard(which: Which, len: usize, flags: c_int) -> Result<usize, c_int> {
-    let mut sink = vec![0u8; len.min(SINK_LEN)];
+    let len = if flags & libc::MSG_WAITALL != 0 { len } else { len.min(DISCARDED_MAX) };
+    let mut sink = Vec::<u8>::with_capacity(SINK_LEN);
     // All pieces are the same memory.
-    let piece = libc::iovec { iov_base: sink.as_mut_ptr().cast(), iov_len: sink.len() };
+    let piece = libc::iovec { iov_base: sink.as_mut_ptr().cast(), iov_len: SINK_LEN };
     let list = vec![piece; len.div_ceil(SINK_LEN)];
     // SAFETY: a buffer of ours, which is only written.
     let Some(to) = (unsafe { Pieces::new(&list) }) else { return Err(libc::EINVAL) };
@@ -537,24 +540,24 @@ fn quiesce(
     Ok(rearmed.is_empty)
 }
 
-/// True if neither the ring nor the TCP connection has bytes of the stream.
-pub(crate) fn finds_nothing(number: u32, fd: c_int) -> bool {
+/// Where the next bytes of the stream are. `None` if the connection is not accelerated, or broken.
+fn find(number: u32, fd: c_int) -> Option<Found> {
     let slot = slots::slot(number);
-    let Ok(Some(mut receiving)) = slot.receiving() else { return false };
+    let mut receiving = slot.receiving().ok()??;
     let Receiving { segment, reader, .. } = &mut receiving;
     let found = reader.find(segment, &Connection::of(number, fd));
     keep_error(slot, reader);
-    found == Ok(Found::Nothing)
+    found.ok()
+}
+
+/// True if neither the ring nor the TCP connection has bytes of the stream.
+pub(crate) fn finds_nothing(number: u32, fd: c_int) -> bool {
+    find(number, fd) == Some(Found::Nothing)
 }
 
 /// Whether bytes of the ring come before the next one of the TCP connection. False if the connection is not accelerated.
 pub(crate) fn is_before_tcp(number: u32, fd: c_int) -> bool {
-    let slot = slots::slot(number);
-    let Ok(Some(mut receiving)) = slot.receiving() else { return false };
-    let Receiving { segment, reader, .. } = &mut receiving;
-    let found = reader.find(segment, &Connection::of(number, fd));
-    keep_error(slot, reader);
-    matches!(found, Ok(Found::Ring(_)))
+    matches!(find(number, fd), Some(Found::Ring(_)))
 }
 
 /// Bytes that a connection's receiver can have without waiting. `None` if it is not accelerated.

@@ -62,7 +62,7 @@ pub(crate) struct Instance {
 
 /// In [`Instance::others`]: no other process has it.
 const ALONE: u8 = 0;
-/// In [`Instance::others`]: a child or the parent of this process may have it. Its library empties the bell.
+/// In [`Instance::others`]: a child or the parent of this process may have it. Its library drops events of the bell.
 const FORKED: u8 = 1;
 /// In [`Instance::others`]: any program may have it. It would report an event of the bell to its user.
 const HANDED: u8 = 2;
@@ -445,7 +445,7 @@ pub(crate) unsafe fn control(
         one.is_owed = must_ring && one.events & SPECIAL != 0;
         // Where the kernel's events are returned as they are, this process looks at the ring until it is empty.
         one.is_inherited = must_ring && instance.is_foreign.load(Ordering::Relaxed);
-        // If several processes have the instance, the one that takes back the bell does so.
+        // If several processes have the instance, the one that gets the event of the bell does so.
         if one.is_owed && one.events & ONE_SHOT != 0 && instance.others.load(Ordering::SeqCst) == ALONE {
             // The kernel has to give the event, and to be done with it then. That something can be sent is one that it gives now.
             one.renew(ep, one.events | libc::EPOLLOUT as u32);
