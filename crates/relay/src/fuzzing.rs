@@ -38,7 +38,8 @@ mod tests {
 
     #[test]
     fn seeds() {
-        let update = Update { tail: 3, end: 0, run: None, closed: None, ended: false, call: false, ringing: 0 };
+        let update =
+            Update { tail: 3, end: 0, run: None, closed: None, ended: false, for_good: false, call: false, ringing: 0 };
         let talks = [
             // Bytes by the ring, a doorbell, then by TCP, then the end.
             vec![

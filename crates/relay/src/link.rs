@@ -305,8 +305,16 @@ mod tests {
 
     #[test]
     fn messages_are_understood_and_cut_ones_are_refused() {
-        let update =
-            Update { tail: 3, end: 5, run: Some((3, 6)), closed: Some(true), ended: true, call: true, ringing: 7 };
+        let update = Update {
+            tail: 3,
+            end: 5,
+            run: Some((3, 6)),
+            closed: Some(true),
+            ended: true,
+            for_good: true,
+            call: true,
+            ringing: 7,
+        };
         let messages = [
             Message::Find { id: 1, ring: 4096, addresses: [4; 40] },
             Message::Found { id: 2, own: 3, ring: 1 << 22 },

@@ -79,7 +79,7 @@ pub struct About {
 }
 
 /// With the number of what processes and their relay have in common, where that changes.
-const ABOUT: &str = "thruway relay 3";
+const ABOUT: &str = "thruway relay 4";
 
 impl About {
     fn encode(&self) -> String {
@@ -218,7 +218,7 @@ mod tests {
             };
             assert_eq!(About::decode(&about.encode()), Some(about));
         }
-        for text in ["", ABOUT, "thruway relay 3\niwarp\n\nab\nmaybe\n/x", "thruway relay\niwarp\n\nab\nencrypts\n/x"] {
+        for text in ["", ABOUT, "thruway relay 4\niwarp\n\nab\nmaybe\n/x", "thruway relay\niwarp\n\nab\nencrypts\n/x"] {
             assert_eq!(About::decode(text), None, "{text}");
         }
     }

@@ -17,7 +17,7 @@ use thruway_fabric::{Listener, Provider};
 use thruway_streams::{Context, Scheme, Settings, TOKEN_MAX};
 
 /// What both send first, and prove to have sent.
-const GREETING: &[u8] = b"thruway relay 3\n";
+const GREETING: &[u8] = b"thruway relay 4\n";
 /// Longest time for all of it.
 const MEET_TIMEOUT: Duration = Duration::from_secs(10);
 /// Longest message of it.

@@ -33,6 +33,8 @@ pub struct Update {
     pub closed: Option<bool>,
     /// The writer has ended its direction, and this is all.
     pub ended: bool,
+    /// The last run has no end, and nothing comes through the ring any more.
+    pub for_good: bool,
     /// The reader is to look at what the other end has closed, if it sleeps.
     pub call: bool,
     /// Doorbells ever rung.
@@ -84,6 +86,7 @@ impl Update {
     const BY_TCP: u8 = 4;
     const ENDED: u8 = 8;
     const CALL: u8 = 16;
+    const FOR_GOOD: u8 = 32;
 
     /// As it goes into a message.
     pub fn encode(&self) -> [u8; UPDATE_HEAD] {
@@ -95,7 +98,8 @@ impl Update {
         let closed = self.closed.map_or(0, |by_tcp| Update::CLOSED | if by_tcp { Update::BY_TCP } else { 0 });
         let run = if self.run.is_some() { Update::RUN } else { 0 };
         let call = if self.call { Update::CALL } else { 0 };
-        bytes[UPDATE_HEAD - 1] = run | closed | call | if self.ended { Update::ENDED } else { 0 };
+        let for_good = if self.for_good { Update::FOR_GOOD } else { 0 };
+        bytes[UPDATE_HEAD - 1] = run | closed | call | for_good | if self.ended { Update::ENDED } else { 0 };
         bytes
     }
 
@@ -113,6 +117,7 @@ impl Update {
             closed: (flags & Update::CLOSED != 0).then_some(flags & Update::BY_TCP != 0),
             ended: flags & Update::ENDED != 0,
             call: flags & Update::CALL != 0,
+            for_good: flags & Update::FOR_GOOD != 0,
             ringing: u64_at(head, 32),
         };
         Ok((update, rest))
@@ -182,6 +187,7 @@ pub struct Outlet {
     end: u64,
     closed: bool,
     ended: bool,
+    for_good: bool,
     ringing_sent: u64,
     /// Doorbells that have been rung.
     ringing: u64,
@@ -205,6 +211,7 @@ impl Default for Outlet {
             end: OPEN,
             closed: false,
             ended: false,
+            for_good: false,
             ringing_sent: 0,
             ringing: 0,
             peer: Feedback { opened: 1, ..Feedback::default() },
@@ -225,6 +232,7 @@ impl Outlet {
         let control = segment.control(self.direction);
         // What is said to be all has to be looked at afterwards.
         let ended = control.ended.load(Ordering::SeqCst) != 0;
+        let for_good = control.for_good.load(Ordering::SeqCst) != 0;
         let opened = control.opened.load(Ordering::Acquire);
         let word = control.tail.load(Ordering::Acquire);
         if control.opened.load(Ordering::Acquire) != opened {
@@ -259,19 +267,20 @@ impl Outlet {
         let run = next.filter(|_| is_whole);
         let is_all = is_whole && pending == u32::from(run.is_some());
         let closed = (is_whole && word & CLOSED != 0).then_some(word & BY_TCP != 0);
-        let ended = ended && is_all;
+        let (ended, for_good) = (ended && is_all, for_good && is_all);
         let is_new = taken > 0
             || run.is_some()
             || end != self.end
             || closed.is_some() && !self.closed
             || ended && !self.ended
+            || for_good && !self.for_good
             || self.ringing != self.ringing_sent
             || self.calls;
         if !is_new {
             return Ok(false);
         }
-        let update =
-            Update { tail: self.tail + taken, end, run, closed, ended, call: self.calls, ringing: self.ringing };
+        let (tail, call, ringing) = (self.tail + taken, self.calls, self.ringing);
+        let update = Update { tail, end, run, closed, ended, for_good, call, ringing };
         self.called = self.called.wrapping_add(u8::from(std::mem::take(&mut self.calls)));
         out.extend_from_slice(&update.encode());
         let at = out.len();
@@ -285,6 +294,7 @@ impl Outlet {
         self.opened = self.opened.wrapping_add(u32::from(run.is_some()));
         self.closed |= closed.is_some();
         self.ended |= ended;
+        self.for_good |= for_good;
         self.ringing_sent = self.ringing;
         Ok(true)
     }
@@ -479,6 +489,9 @@ impl Inlet {
         }
         if self.closed {
             publish(update.closed.unwrap_or(self.end == OPEN), true);
+        }
+        if update.for_good {
+            control.for_good.store(1, Ordering::SeqCst);
         }
         if update.ended {
             control.ended.store(1, Ordering::SeqCst);

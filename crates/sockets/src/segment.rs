@@ -60,7 +60,9 @@ pub(crate) struct Control {
     /// Progress of [`Control::returned`]: [`STOPPED`], and [`POSITION`] bits up the bytes written to the TCP connection by then, plus the
     /// returned bytes sent again. 0 before the writer has stopped.
     pub(crate) resent: AtomicU64,
-    _writer: [u8; 88],
+    /// The last run has no end: the writer sends by TCP for good.
+    pub(crate) for_good: AtomicU32,
+    _writer: [u8; 84],
     /// Bytes ever read from the ring.
     pub(crate) head: AtomicU64,
     /// Runs that the reader has come to the end of.
@@ -251,6 +253,7 @@ impl Segment {
             }
             for word in [
                 &control.ended,
+                &control.for_good,
                 &control.done,
                 &control.reader,
                 &control.close_wanted,

@@ -730,16 +730,18 @@ impl Reader {
     }
 
     /// Whether it is known what everything is that the kernel has: from another host, bytes of the TCP connection, and its end, may come
-    /// before the word that says what they are. Discards doorbells.
+    /// before the word that says what they are. The end needs none if the peer sends by TCP for good. Discards doorbells.
     ///
     /// # Errors
     /// [`Broken`].
     pub fn is_explained(&mut self, segment: &Segment, tcp: &impl Tcp, is_at_end: bool) -> Result<bool, Broken> {
+        // The run of these bytes was opened before.
+        let is_for_good = is_at_end && segment.control(self.direction).for_good.load(Ordering::SeqCst) != 0;
         if !segment.is_relayed() || segment.over() == Over::Lost || self.find(segment, tcp)? != Found::Nothing {
             return Ok(true);
         }
         self.discard_doorbells(segment, tcp);
-        let has_come = self.is_ended(segment) || segment.over() != Over::No;
+        let has_come = is_for_good || self.is_ended(segment) || segment.over() != Over::No;
         // What comes now was not meant.
         Ok(if is_at_end { has_come } else { self.available(tcp) == 0 || has_come })
     }

@@ -167,8 +167,8 @@ impl Writer {
         }
         let end = tcp.written()?;
         if !self.change(segment, self.tail, false) {
-            self.is_pinned = true;
             self.owed = self.tail;
+            self.pin(segment);
             return Ok(false);
         }
         control.runs[(self.opened as usize - 1) % RUNS].end.store(end, Ordering::Release);
@@ -197,12 +197,18 @@ impl Writer {
             }
             self.begin_run(segment, self.tail, start);
         }
-        segment.wake_relay(tcp);
         if for_good && !self.is_pinned {
-            self.is_pinned = true;
             self.owed = self.tail;
+            self.pin(segment);
         }
+        segment.wake_relay(tcp);
         Ok(())
+    }
+
+    /// The run that is open has no end.
+    fn pin(&mut self, segment: &Segment) {
+        self.is_pinned = true;
+        segment.control(self.direction).for_good.store(1, Ordering::SeqCst);
     }
 
     fn begin_run(&mut self, segment: &Segment, ring: u64, start: u64) {
@@ -260,12 +266,14 @@ impl Writer {
             let from = head.max(self.run_ring);
             self.begin_run(segment, from, tcp.written()?);
             self.owed = from;
+            self.pin(segment);
             segment.wake_relay(tcp);
         } else if !self.is_pinned {
             // The ring was not in use: nothing in it is to be sent again.
             self.owed = self.tail;
+            self.pin(segment);
+            segment.wake_relay(tcp);
         }
-        self.is_pinned = true;
         let size = segment.ring_size();
         while self.owed < self.tail {
             let at = self.owed as usize & (size - 1);
@@ -506,6 +514,12 @@ impl Writer {
     /// Whether the peer has said that it ends the other direction. A process that is killed does not.
     pub fn is_peer_ended(&self, segment: &Segment) -> bool {
         segment.control(1 - self.direction).ended.load(Ordering::Relaxed) != 0
+    }
+
+    /// Changes whenever [`Writer::send_again`] has done something.
+    pub fn sent_again(&self) -> (bool, u64) {
+        let (is_over, resent) = self.stop.as_ref().map_or((false, 0), |stop| (stop.is_over, stop.resent));
+        (is_over || self.is_closed, self.owed + resent)
     }
 
     /// Bytes in the ring that the peer has not read.

@@ -551,7 +551,8 @@ fn a_call_rings_only_where_nothing_else_wakes() {
 fn what_a_peer_must_not_say_is_refused_and_does_nothing() {
     let world = World::new(1);
     let mut inlet = Inlet::default();
-    let good = Update { tail: 0, end: 10, run: None, closed: None, ended: false, call: false, ringing: 0 };
+    let good =
+        Update { tail: 0, end: 10, run: None, closed: None, ended: false, for_good: false, call: false, ringing: 0 };
     inlet.apply(&world.there, &good, &[]).unwrap();
     let some = [7; 100];
     let size = RING_MIN as u64;
