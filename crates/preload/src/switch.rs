@@ -382,9 +382,14 @@ fn make(settings: &Settings) -> Result<(Segment, OwnedFd), (Reason, io::Error)> 
 
 /// Gives a segment's memory back. Nothing may use it any more.
 pub(crate) fn unmap(segment: Segment) {
-    MAPPED.fetch_sub(segment.len() as u64, Ordering::Relaxed);
     // Held by the relay, it would stay open.
     segment.let_go(&Connection::new(-1));
+    leave(segment);
+}
+
+/// As [`unmap`], of one that another process goes on with: the relay keeps it.
+fn leave(segment: Segment) {
+    MAPPED.fetch_sub(segment.len() as u64, Ordering::Relaxed);
     // SAFETY: callers have taken it out of its slot, under its locks.
     unsafe { segment.unmap() };
 }
@@ -899,7 +904,7 @@ pub(crate) fn tear_down(number: u32, fd: i32, last: Last) {
                     spares::keep(segment, upgrade.end, service, upgrade.peer_user);
                 }
                 (Some(segment), _) if is_last => drop_unused(segment),
-                (Some(segment), _) => unmap(segment),
+                (Some(segment), _) => leave(segment),
                 (None, _) => {}
             }
         }

@@ -5,8 +5,11 @@ use crate::ends::End;
 use crate::link::{Link, Message, PIECE_MAX};
 use rustix::fd::OwnedFd;
 use rustix::net::SendFlags;
+use std::io;
+use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 use thruway_sockets::{Broken, Feedback, Inlet, Outlet, Over, Segment, Update};
+use thruway_tcp::LocalSocket;
 
 /// How long a segment may wait for its process to take it.
 const OFFER_PATIENCE: Duration = Duration::from_secs(60);
@@ -34,6 +37,8 @@ pub(crate) struct Carried {
     is_declined: bool,
     /// The process uses the segment, but its descriptors did not arrive.
     lacks_descriptors: bool,
+    /// Whether a process had the connection at the last check, after the relay had returned it.
+    is_held: bool,
     /// A doorbell met a connection that had ended.
     was_reset: bool,
     /// Something has happened that the process may wait for.
@@ -107,6 +112,7 @@ impl Carried {
             is_used: false,
             is_declined: false,
             lacks_descriptors: false,
+            is_held: true,
             was_reset: false,
             has_news: false,
             since: Instant::now(),
@@ -210,15 +216,40 @@ impl Carried {
         }
     }
 
-    /// Moves what its process has done. `is_idle`: also what the other end is not urgently in need of. `lives`: the process does.
-    pub(crate) fn pump(&mut self, link: &mut Link, is_idle: bool, lives: bool) -> Result<Pumped, Failed> {
-        let mut did = false;
+    /// The relay has closed its descriptor on request: relatives by fork, or another program, may have the connection.
+    fn is_returned(&self) -> bool {
+        self.is_used && self.tcp.is_none()
+    }
+
+    /// Closes the relay's descriptor if the process has requested that.
+    fn return_tcp(&mut self) {
         if self.is_used && self.segment.is_tcp_wanted_back() {
             // What sleeps at the other end is woken by the end of the connection.
             (self.tcp, self.waker, self.room) = (None, None, None);
             self.segment.set_tcp_back();
             self.has_news = true;
         }
+    }
+
+    /// Checks that a process has a connection that was returned. `find` finds a socket by its address and its peer's. `lives`: the
+    /// process that used the connection lives, for kernels without socket diagnostics.
+    pub(crate) fn check_holder(
+        &mut self,
+        lives: bool,
+        find: impl FnOnce(SocketAddr, SocketAddr) -> io::Result<Option<LocalSocket>>,
+    ) {
+        self.return_tcp();
+        if self.is_returned() {
+            let (own, peer) = self.end.sockets();
+            self.is_held = find(own, peer).map_or(lives, |socket| socket.is_some_and(|socket| socket.is_held));
+        }
+    }
+
+    /// Moves what its process has done. `is_idle`: also what the other end is not urgently in need of. `lives`: the process does.
+    pub(crate) fn pump(&mut self, link: &mut Link, is_idle: bool, lives: bool) -> Result<Pumped, Failed> {
+        let mut did = false;
+        self.return_tcp();
+        let lives = if self.is_returned() { self.is_held } else { lives };
         let (tcp, has_news) = (self.tcp.as_ref(), &mut self.has_news);
         let mut was_reset = false;
         self.outlet.serve(&self.segment, || {
@@ -265,7 +296,6 @@ impl Carried {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::io;
     use thruway_sockets::iovecs::Pieces;
     use thruway_sockets::{Reader, Tcp};
 

@@ -312,7 +312,7 @@ impl State {
                 std::thread::yield_now();
                 continue;
             }
-            if !self.clients.is_empty() {
+            if !self.clients.is_empty() || !self.carried.is_empty() {
                 used = now;
             }
             if self.config.until_unused.is_some_and(|limit| now - used > limit) {
@@ -409,6 +409,7 @@ impl State {
                 Said::Gone => {
                     self.clients.remove(&client);
                     self.wishes.retain(|_, wish| wish.client != client);
+                    self.check_holders(|one| one.client == client);
                 }
             }
         }
@@ -775,5 +776,22 @@ impl State {
         }
         let clients: HashSet<u64> = self.clients.keys().copied().collect();
         self.wishes.retain(|_, wish| clients.contains(&wish.client));
+        self.check_holders(|_| true);
+    }
+
+    /// Checks that processes have the connections that were returned.
+    fn check_holders(&mut self, is_one: impl Fn(&Carried) -> bool) {
+        let (mut diagnostics, mut sequence) = (None, 0);
+        for one in self.carried.values_mut().filter(|one| is_one(one)) {
+            let lives = self.clients.contains_key(&one.client);
+            one.check_holder(lives, |own, peer| {
+                let socket = match diagnostics.take() {
+                    Some(socket) => socket,
+                    None => thruway_tcp::diagnostics()?,
+                };
+                sequence += 1;
+                thruway_tcp::ask(&*diagnostics.insert(socket), sequence, own, peer)
+            });
+        }
     }
 }

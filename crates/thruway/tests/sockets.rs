@@ -927,6 +927,23 @@ fn a_forked_process_receives_the_rest_through_a_relay() {
     assert!((0..ATTEMPTS).map(run).any(|relayed| relayed > 0));
 }
 
+#[test]
+fn a_connection_goes_on_in_a_relative_of_its_process() {
+    let lab = support::Lab::new();
+    let path = build_c(&lab, "relatives", &[]);
+    let run = |_| counters(&finish(program(Some(COUNTED), &[path.to_str().unwrap()])))["accelerated"];
+    assert!((0..ATTEMPTS).map(run).any(|accelerated| accelerated > 0));
+}
+
+/// The relay knows the connection by a process that closes it, or ends, after a fork.
+#[test]
+fn a_connection_through_a_relay_goes_on_in_a_relative_of_its_process() {
+    let relayed = Relayed::new(&["--after-calls", "8"]);
+    let path = build_c(&relayed.lab, "relatives", &[]);
+    let run = |_| counters(&finish(relayed.run(COUNTED, &[path.to_str().unwrap()])))["relayed"];
+    assert!((0..ATTEMPTS).map(run).any(|relayed| relayed > 0));
+}
+
 /// The reader forks, so that its connection goes back to TCP, while its peer sends and ends.
 #[test]
 fn a_stream_that_ends_through_a_relay_while_its_reader_forks_arrives_whole() {

@@ -5,7 +5,7 @@ use super::{
 };
 use crate::relayed::{catch_up, is_all_here, is_lost};
 use crate::report::{count, counters};
-use crate::slots::{self, Receiving, Slot, phase};
+use crate::slots::{self, Receiving, Sending, Slot, phase};
 use crate::tcp::Connection;
 use crate::{epoll, real, relay, switch, wait, waker};
 use libc::{c_int, ssize_t};
@@ -448,13 +448,19 @@ fn was_killed(slot: &Slot) -> bool {
 }
 
 /// Whether a peer that was killed has not read what was sent to it through the ring: TCP would have reset the connection, and says so
-/// once.
+/// once. Through a relay, one that has ended its direction may not be known to have, before the relay is done with it.
 fn has_lost(slot: &Slot) -> bool {
-    let unread = match slot.sending() {
-        Ok(Some(sending)) => sending.writer.unread(&sending.segment),
-        _ => 0,
+    let has_unread = match slot.sending() {
+        Ok(Some(sending)) => {
+            let Sending { segment, writer, .. } = &sending;
+            // Bytes of a ring that was closed have been sent again by TCP.
+            writer.unread(segment) > 0
+                && !writer.is_closed_by_reader(segment)
+                && (!segment.is_relayed() || segment.over() != Over::No)
+        }
+        _ => false,
     };
-    unread > 0 && was_killed(slot) && !slot.has_told_reset.swap(true, Ordering::Relaxed)
+    has_unread && was_killed(slot) && !slot.has_told_reset.swap(true, Ordering::Relaxed)
 }
 
 /// Asks for no doorbell, before a call of this thread busy-polls. True if the call has to [ask for one](rearm) before it returns.
