@@ -10,12 +10,17 @@ use crate::tcp::Connection;
 use crate::wait::Limit;
 use crate::{data, lock, relayed, signals, slots};
 use libc::sigset_t;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::Duration;
 
 /// Length of the first sleep of a call. Each later one is twice as long, up to the second value.
 const FIRST: Duration = Duration::from_millis(100);
 const LONGEST: Duration = Duration::from_secs(1);
+/// Length of the first sleep after a second look that has sent bytes again: the peer that returns them cannot ring, and waits for the rest.
+const AFTER_ANSWER: Duration = Duration::from_millis(1);
+
+/// Second looks that have sent bytes again, or begun to.
+static ANSWERS: AtomicU32 = AtomicU32::new(0);
 
 /// The program has installed a filter of system calls, which may not allow those that set the signal mask.
 static FILTERED: AtomicBool = AtomicBool::new(false);
@@ -34,6 +39,9 @@ pub(crate) fn is_filtered() -> bool {
 /// ends the call, and the call's mask holds between them, too.
 pub(crate) struct Sleeps {
     next: Duration,
+    has_begun: bool,
+    /// [`ANSWERS`] at the last sleep.
+    answers: u32,
     /// Signals that the program wants to be blocked during the call; null for those that are blocked anyway.
     mask: *const sigset_t,
     /// Handlers that this thread had run before the call.
@@ -45,7 +53,8 @@ pub(crate) struct Sleeps {
 impl Sleeps {
     /// For a call with this mask, which outlives it.
     pub(crate) fn new(mask: *const sigset_t) -> Sleeps {
-        Sleeps { next: FIRST, mask, handled: lock::handled(), before: None }
+        let answers = ANSWERS.load(Ordering::Relaxed);
+        Sleeps { next: FIRST, has_begun: false, answers, mask, handled: lock::handled(), before: None }
     }
 
     /// Limit of the next sleep of a call that has the given limit; the kernel is to be given [`Sleeps::mask`].
@@ -56,8 +65,13 @@ impl Sleeps {
         if !self.mask.is_null() {
             self.block();
         }
+        let answers = ANSWERS.load(Ordering::Relaxed);
+        if std::mem::replace(&mut self.answers, answers) != answers {
+            self.next = AFTER_ANSWER;
+        }
         let sleep = Limit::within(Some(self.next));
         self.next = (self.next * 2).min(LONGEST);
+        self.has_begun = true;
         limit.earlier(sleep)
     }
 
@@ -71,7 +85,7 @@ impl Sleeps {
 
     /// The call has slept at least once.
     pub(crate) fn has_begun(&self) -> bool {
-        self.next > FIRST
+        self.has_begun
     }
 
     /// Before the first sleep, and after one that does not end the call. False if a handler has run since the call began. After a sleep, the
@@ -113,7 +127,29 @@ pub(crate) fn look(number: u32, is_wanted: bool) {
     let Some(mut sending) = slot.try_sending() else { return };
     let slots::Sending { segment, writer, .. } = &mut sending;
     let has_rung = writer.ring_again(segment, &Connection::of(number, slot.descriptor()));
+    let before = writer.sent_again();
     drop(sending);
     count(&counters().repeated, usize::from(has_rung));
     data::answer_peer_unasked(slot);
+    if slot.try_sending().is_some_and(|sending| sending.writer.sent_again() != before) {
+        ANSWERS.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_look_that_has_sent_bytes_again_is_followed_by_another_soon() {
+        let mut sleeps = Sleeps::new(std::ptr::null());
+        let mut next = || {
+            let left = sleeps.next(Limit::within(None)).left().expect("a limit");
+            Duration::new(left.tv_sec as u64, left.tv_nsec as u32)
+        };
+        (0..10).for_each(|_| _ = next());
+        ANSWERS.fetch_add(1, Ordering::Relaxed);
+        assert!(next() <= AFTER_ANSWER);
+        (0..10).for_each(|_| assert!(next() <= LONGEST));
+    }
 }

@@ -515,6 +515,45 @@ def hand_over_client():
     assert sock.recv(1) == b""
 
 
+def give_to_itself(sock):
+    """Another process could have the connection now."""
+    pair = socket.socketpair()
+    socket.send_fds(pair[0], [b"x"], [sock.fileno()])
+    return pair
+
+
+def both_give_away_server():
+    """Sends bytes that its peer does not read yet, gives the connection away, and waits for its peer."""
+    sock, _ = listen().accept()
+    greet(sock, False)
+    data, sent = stream(1, 1_000_000), 0
+    sock.setblocking(False)
+    try:
+        while sent < len(data):
+            sent += sock.send(data[sent:])
+    except BlockingIOError:
+        pass
+    _pair = give_to_itself(sock)
+    with open(sys.argv[2] + ".new", "w", encoding="ascii") as file:
+        file.write(str(sent))
+    os.rename(sys.argv[2] + ".new", sys.argv[2])
+    poll = select.poll()
+    poll.register(sock, select.POLLIN)
+    assert poll.poll(60000) and sock.recv(1) == b"z"
+
+
+def both_give_away():
+    sock = socket.create_connection((ADDRESS, int(sys.argv[2])))
+    greet(sock, True)
+    while not os.path.exists(sys.argv[3]):
+        time.sleep(0.01)
+    _pair = give_to_itself(sock)
+    with open(sys.argv[3], encoding="ascii") as file:
+        sent = int(file.read())
+    assert exactly(sock, sent) == stream(1, 1_000_000)[:sent]
+    sock.sendall(b"z")
+
+
 def interrupted():
     """A signal, or a time limit, ends a call that sends to a peer which does not read, also if some bytes have gone. One that comes while the call is not
     waiting is followed by another."""

@@ -140,6 +140,18 @@ fn a_child_that_becomes_another_user_shares_no_memory_with_its_parent() {
     assert_eq!((counted["accelerated"], counted["demoted"]), (4, 1), "{counted:?}");
 }
 
+/// Each end gives the connection away, so neither can ring for the other. Between users, the return of unread bytes has two seconds.
+#[test]
+fn unread_bytes_return_if_both_ends_give_a_connection_away() {
+    let place = Place::new();
+    let sent = place.boards().join("sent");
+    let sent = sent.to_str().unwrap();
+    let (mut server, port) = Running::server(place.peers(SERVER, MEMBER, &["both_give_away_server", sent]));
+    let counted = counters(&finish(place.peers(CLIENT, COUNTED, &["both_give_away", &port, sent])));
+    assert!(server.0.wait().unwrap().success());
+    assert_eq!((counted["accelerated"], counted["demoted"]), (1, 1), "{counted:?}");
+}
+
 #[test]
 fn a_board_that_is_cut_short_while_it_is_used_ends_no_program() {
     let place = Place::new();
