@@ -37,6 +37,8 @@ pub(crate) struct Carried {
     is_declined: bool,
     /// The process uses the segment, but its descriptors did not arrive.
     lacks_descriptors: bool,
+    /// The interface that the socket is bound to.
+    interface: Option<u32>,
     /// Whether a process had the connection at the last check, after the relay had returned it.
     is_held: bool,
     /// A doorbell met a connection that had ended.
@@ -112,6 +114,7 @@ impl Carried {
             is_used: false,
             is_declined: false,
             lacks_descriptors: false,
+            interface: None,
             is_held: true,
             was_reset: false,
             has_news: false,
@@ -130,6 +133,7 @@ impl Carried {
         // Where this process has no descriptors left, it keeps what it has.
         self.waker = waker.filter(without_waiting).or(self.waker.take());
         self.room = room.filter(without_waiting).or(self.room.take());
+        self.interface = thruway_tcp::bound_interface(&tcp).unwrap_or(None);
         (self.tcp, self.is_used) = (Some(tcp), true);
         if self.room.is_some() {
             self.segment.set_can_tell_room();
@@ -231,17 +235,18 @@ impl Carried {
         }
     }
 
-    /// Checks that a process has a connection that was returned. `find` finds a socket by its address and its peer's. `lives`: the
-    /// process that used the connection lives, for kernels without socket diagnostics.
+    /// Checks that a process has a connection that was returned. `find` finds a socket by its interface, its address and its peer's.
+    /// `lives`: the process that used the connection lives, for kernels without socket diagnostics.
     pub(crate) fn check_holder(
         &mut self,
         lives: bool,
-        find: impl FnOnce(SocketAddr, SocketAddr) -> io::Result<Option<LocalSocket>>,
+        find: impl FnOnce(Option<u32>, SocketAddr, SocketAddr) -> io::Result<Option<LocalSocket>>,
     ) {
         self.return_tcp();
         if self.is_returned() {
             let (own, peer) = self.end.sockets();
-            self.is_held = find(own, peer).map_or(lives, |socket| socket.is_some_and(|socket| socket.is_held));
+            self.is_held =
+                find(self.interface, own, peer).map_or(lives, |socket| socket.is_some_and(|socket| socket.is_held));
         }
     }
 

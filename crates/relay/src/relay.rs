@@ -784,13 +784,17 @@ impl State {
         let (mut diagnostics, mut sequence) = (None, 0);
         for one in self.carried.values_mut().filter(|one| is_one(one)) {
             let lives = self.clients.contains_key(&one.client);
-            one.check_holder(lives, |own, peer| {
+            one.check_holder(lives, |interface, own, peer| {
                 let socket = match diagnostics.take() {
                     Some(socket) => socket,
                     None => thruway_tcp::diagnostics()?,
                 };
                 sequence += 1;
-                thruway_tcp::ask(&*diagnostics.insert(socket), sequence, own, peer)
+                let socket = &*diagnostics.insert(socket);
+                match interface {
+                    Some(interface) => thruway_tcp::ask_on(socket, interface, sequence, own, peer),
+                    None => thruway_tcp::ask(socket, sequence, own, peer),
+                }
             });
         }
     }

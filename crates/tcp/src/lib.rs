@@ -7,7 +7,7 @@ mod owner;
 
 pub use by_origin::ByOrigin;
 pub use origin::Origin;
-pub use owner::{LocalSocket, ask, diagnostics, local_socket};
+pub use owner::{LocalSocket, ask, ask_on, bound_interface, diagnostics, local_socket};
 
 use std::io;
 use std::net::{SocketAddr, TcpStream};

@@ -4,6 +4,7 @@ use rustix::fd::{AsFd, OwnedFd};
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, netlink};
 use std::io;
 use std::net::{IpAddr, SocketAddr};
+use std::os::fd::AsRawFd;
 
 /// `struct nlmsghdr`, `struct inet_diag_req_v2`, `struct inet_diag_msg`: linux/netlink.h, linux/inet_diag.h.
 const HEADER: usize = 16;
@@ -17,6 +18,8 @@ const TCP_CLOSE_WAIT: u8 = 8;
 const TCP_LISTEN: u8 = 10;
 /// Index of the loopback interface in every network namespace: `LOOPBACK_IFINDEX` of the kernel.
 const LOOPBACK: u32 = 1;
+/// include/uapi/asm-generic/socket.h.
+const SO_BINDTOIFINDEX: i32 = 62;
 
 /// Owner of the socket at the other end of a TCP connection over the loopback interface: the user that created or accepted it.
 /// `None` if the peer is not on this host, has not accepted the connection or has closed it, or if the lookup fails. Then no rights
@@ -86,6 +89,37 @@ pub fn ask(
     local: SocketAddr,
     peer: SocketAddr,
 ) -> io::Result<Option<LocalSocket>> {
+    // Connections of this host with itself go through this interface. Without it, the kernel would not find sockets bound to it.
+    ask_on(diagnostics, LOOPBACK, sequence, local, peer)
+}
+
+/// Index of the interface that a socket is bound to (`SO_BINDTODEVICE`, a VRF, an IPv6 address of one link). `None` if it is bound to none.
+///
+/// # Errors
+/// Those of `getsockopt(2)`.
+pub fn bound_interface(socket: impl AsFd) -> io::Result<Option<u32>> {
+    let (mut index, mut len) = (0i32, size_of::<i32>() as libc::socklen_t);
+    let fd = socket.as_fd().as_raw_fd();
+    // SAFETY: the pointers describe an integer and its size.
+    let done =
+        unsafe { libc::getsockopt(fd, libc::SOL_SOCKET, SO_BINDTOIFINDEX, (&raw mut index).cast(), &raw mut len) };
+    if done != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(u32::try_from(index).ok().filter(|index| *index > 0))
+}
+
+/// As [`ask`], for a socket that may be bound to this interface. The kernel finds unbound sockets by any.
+///
+/// # Errors
+/// As [`local_socket`].
+pub fn ask_on(
+    diagnostics: impl AsFd,
+    interface: u32,
+    sequence: u32,
+    local: SocketAddr,
+    peer: SocketAddr,
+) -> io::Result<Option<LocalSocket>> {
     // What follows calls the socket looked for the peer's.
     let (peer, local) = (local, peer);
     let mut message = [0u8; HEADER + REQUEST];
@@ -103,8 +137,7 @@ pub fn ask(
     request[10..12].copy_from_slice(&local.port().to_be_bytes());
     put(&mut request[12..28], peer_ip);
     put(&mut request[28..44], local_ip);
-    // Connections of this host with itself go through this interface. Without it, the kernel would not find sockets bound to it.
-    request[44..48].copy_from_slice(&LOOPBACK.to_ne_bytes());
+    request[44..48].copy_from_slice(&interface.to_ne_bytes());
     // No cookie: whatever socket there is.
     request[48..56].fill(0xff);
     rustix::net::send(&diagnostics, &message, SendFlags::empty())?;
@@ -214,7 +247,6 @@ fn parse(text: &str) -> Option<SocketAddr> {
 mod tests {
     use super::*;
     use std::net::{TcpListener, TcpStream};
-    use std::os::fd::AsRawFd;
 
     fn bind_to_loopback(socket: &impl AsRawFd) {
         let name = b"lo";
@@ -230,7 +262,9 @@ mod tests {
         for addr in ["127.0.0.1:0", "[::1]:0"] {
             let Ok(listener) = TcpListener::bind(addr) else { continue };
             // As a server that hides its listener from lookups without the interface.
+            assert_eq!(bound_interface(&listener).unwrap(), None);
             bind_to_loopback(&listener);
+            assert_eq!(bound_interface(&listener).unwrap(), Some(LOOPBACK));
             let at = listener.local_addr().unwrap();
             assert_eq!((listener_owner(at), listener_by_proc(at)), (Some(us), Some(us)), "{addr}");
             let near = TcpStream::connect(at).unwrap();
