@@ -10,7 +10,8 @@ use crate::tcp::Connection;
 use crate::wait::Limit;
 use crate::{data, lock, relayed, signals, slots};
 use libc::sigset_t;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::cell::Cell;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 /// Length of the first sleep of a call. Each later one is twice as long, up to the second value.
@@ -19,8 +20,14 @@ const LONGEST: Duration = Duration::from_secs(1);
 /// Length of the first sleep after a second look that has sent bytes again: the peer that returns them cannot ring, and waits for the rest.
 const AFTER_ANSWER: Duration = Duration::from_millis(1);
 
-/// Second looks that have sent bytes again, or begun to.
-static ANSWERS: AtomicU32 = AtomicU32::new(0);
+/// Bytes that such a look has sent again, unless it has sent the first or the last ones. A peer may return few bytes at a time, and
+/// [limited](thruway_sockets::Writer::send_again) many.
+const ANSWER_MIN: u64 = 4096;
+
+thread_local! {
+    /// A second look of this thread has sent bytes again since the last sleep.
+    static HAS_ANSWERED: Cell<bool> = const { Cell::new(false) };
+}
 
 /// The program has installed a filter of system calls, which may not allow those that set the signal mask.
 static FILTERED: AtomicBool = AtomicBool::new(false);
@@ -40,8 +47,6 @@ pub(crate) fn is_filtered() -> bool {
 pub(crate) struct Sleeps {
     next: Duration,
     has_begun: bool,
-    /// [`ANSWERS`] at the last sleep.
-    answers: u32,
     /// Signals that the program wants to be blocked during the call; null for those that are blocked anyway.
     mask: *const sigset_t,
     /// Handlers that this thread had run before the call.
@@ -53,8 +58,8 @@ pub(crate) struct Sleeps {
 impl Sleeps {
     /// For a call with this mask, which outlives it.
     pub(crate) fn new(mask: *const sigset_t) -> Sleeps {
-        let answers = ANSWERS.load(Ordering::Relaxed);
-        Sleeps { next: FIRST, has_begun: false, answers, mask, handled: lock::handled(), before: None }
+        HAS_ANSWERED.set(false);
+        Sleeps { next: FIRST, has_begun: false, mask, handled: lock::handled(), before: None }
     }
 
     /// Limit of the next sleep of a call that has the given limit; the kernel is to be given [`Sleeps::mask`].
@@ -65,8 +70,7 @@ impl Sleeps {
         if !self.mask.is_null() {
             self.block();
         }
-        let answers = ANSWERS.load(Ordering::Relaxed);
-        if std::mem::replace(&mut self.answers, answers) != answers {
+        if HAS_ANSWERED.take() {
             self.next = AFTER_ANSWER;
         }
         let sleep = Limit::within(Some(self.next));
@@ -131,8 +135,11 @@ pub(crate) fn look(number: u32, is_wanted: bool) {
     drop(sending);
     count(&counters().repeated, usize::from(has_rung));
     data::answer_peer_unasked(slot);
-    if slot.try_sending().is_some_and(|sending| sending.writer.sent_again() != before) {
-        ANSWERS.fetch_add(1, Ordering::Relaxed);
+    if let Some(after) = slot.try_sending().map(|sending| sending.writer.sent_again()) {
+        let is_step = (after.has_begun, after.has_ended) != (before.has_begun, before.has_ended);
+        if is_step || after.bytes.saturating_sub(before.bytes) >= ANSWER_MIN {
+            HAS_ANSWERED.set(true);
+        }
     }
 }
 
@@ -148,7 +155,7 @@ mod tests {
             Duration::new(left.tv_sec as u64, left.tv_nsec as u32)
         };
         (0..10).for_each(|_| _ = next());
-        ANSWERS.fetch_add(1, Ordering::Relaxed);
+        HAS_ANSWERED.set(true);
         assert!(next() <= AFTER_ANSWER);
         (0..10).for_each(|_| assert!(next() <= LONGEST));
     }

@@ -20,7 +20,7 @@ mod writer;
 
 pub use reader::{Found, Reader, Rearmed};
 pub use returning::{Return, Step};
-pub use writer::Writer;
+pub use writer::{SentAgain, Writer};
 
 use crate::iovecs::Pieces;
 use std::io;

@@ -41,6 +41,17 @@ pub struct Writer {
     bell: u32,
 }
 
+/// See [`Writer::sent_again`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SentAgain {
+    /// The reader has closed the ring.
+    pub has_begun: bool,
+    /// The reader has returned bytes, and all of them have been sent again.
+    pub has_ended: bool,
+    /// Never decreases.
+    pub bytes: u64,
+}
+
 /// A stop until the reader has returned the unread part of the stream.
 #[derive(Debug)]
 struct Stop {
@@ -516,10 +527,10 @@ impl Writer {
         segment.control(1 - self.direction).ended.load(Ordering::Relaxed) != 0
     }
 
-    /// Changes whenever [`Writer::send_again`] has done something.
-    pub fn sent_again(&self) -> (bool, u64) {
-        let (is_over, resent) = self.stop.as_ref().map_or((false, 0), |stop| (stop.is_over, stop.resent));
-        (is_over || self.is_closed, self.owed + resent)
+    /// Progress of [`Writer::send_again`].
+    pub fn sent_again(&self) -> SentAgain {
+        let (has_ended, resent) = self.stop.as_ref().map_or((false, 0), |stop| (stop.is_over, stop.resent));
+        SentAgain { has_begun: self.is_closed, has_ended, bytes: self.owed + resent }
     }
 
     /// Bytes in the ring that the peer has not read.
