@@ -798,9 +798,9 @@ pub(crate) unsafe fn wait(
             return ready;
         }
         // SAFETY: the kernel has written as many.
-        let kept = correct(instance, unsafe { std::slice::from_raw_parts_mut(events, ready as usize) });
-        if kept > 0 {
-            return kept as c_int;
+        let kept = correct(instance, unsafe { std::slice::from_raw_parts_mut(events, ready as usize) }, 0);
+        if kept.number > 0 {
+            return kept.number as c_int;
         }
         // Its own bell alone: there is something to look at.
     }
@@ -839,7 +839,7 @@ pub(crate) unsafe fn wait(
         if found == 0 && asks_kernel && has_hot {
             let ready = real(out.as_mut_ptr(), max, Some(none), mask);
             if ready > 0 {
-                found = correct(instance, &mut out[..ready as usize]);
+                found = correct(instance, &mut out[..ready as usize], 0).number;
             }
             if found == 0 && out.len() == 1 {
                 continue;
@@ -863,20 +863,26 @@ pub(crate) unsafe fn wait(
             }
         }
         if limit.is_over() {
-            // Only a look.
-            let mut ready = real(out.as_mut_ptr(), max, Some(none), mask);
-            for _ in 0..2 {
-                if ready <= 0 {
+            // Only a look. Events that are none may have made something else ready.
+            let mut has_rung = false;
+            for _ in 0..3 {
+                let ready = real(out.as_mut_ptr(), max, Some(none), mask);
+                if ready < 0 {
                     return ready;
                 }
-                let kept = correct(instance, &mut out[..ready as usize]) as c_int;
-                if kept > 0 {
-                    return kept;
+                let kept = correct(instance, &mut out[..ready as usize], 0);
+                has_rung |= kept.has_rung;
+                if kept.number > 0 {
+                    return kept.number as c_int;
                 }
-                // What was nothing to tell of may have made something else ready.
-                ready = real(out.as_mut_ptr(), max, Some(none), mask);
+                if ready == 0 {
+                    break;
+                }
             }
-            return if ready > 0 { correct(instance, &mut out[..ready as usize]) as c_int } else { ready };
+            // The bell is an edge, and was for this call.
+            let look =
+                |mut guard: Guard<'_>| instance.state(&mut guard).look(instance.ep.load(Ordering::Relaxed), out).0;
+            return if has_rung { instance.lock.lock().map_or(0, look) as c_int } else { 0 };
         }
         if !sleeps.may_go_on() {
             return data::fail(libc::EINTR) as c_int;
@@ -894,16 +900,16 @@ pub(crate) unsafe fn wait(
         if ready < 0 {
             return data::fail(error) as c_int;
         }
-        let kept = correct(instance, &mut out[..ready as usize]);
-        if kept > 0 || limit.is_over() {
-            return kept as c_int;
+        let kept = correct(instance, &mut out[..ready as usize], 0);
+        if kept.number > 0 || limit.is_over() && !kept.has_rung {
+            return kept.number as c_int;
         }
     }
 }
 
 /// What the kernel has said comes behind what the rings have said, and is about some of the same.
 fn merge(instance: &Instance, out: &mut [epoll_event], first: usize, more: usize) -> usize {
-    let kept = correct(instance, &mut out[first..first + more]);
+    let kept = correct(instance, &mut out[first..first + more], first).number;
     let mut end = first;
     for i in first..first + kept {
         let one = out[i];
@@ -918,15 +924,25 @@ fn merge(instance: &Instance, out: &mut [epoll_event], first: usize, more: usize
     end
 }
 
-/// Takes out what only doorbells have caused that nothing belongs to any more; the number of what is left.
-fn correct(instance: &Instance, events: &mut [epoll_event]) -> usize {
+/// Result of [`correct`].
+struct Kept {
+    /// Events at the beginning of the list.
+    number: usize,
+    /// The bell was among those removed.
+    has_rung: bool,
+}
+
+/// Removes events that only doorbells have caused and that nothing belongs to any more. `before`: number of events that the call returns
+/// beside these.
+fn correct(instance: &Instance, events: &mut [epoll_event], before: usize) -> Kept {
     if events.iter().any(|event| { event.u64 } == RELAY) {
         relay::look();
     }
     instance.catch_up();
-    let Ok(mut guard) = instance.lock.lock() else { return events.len() };
+    let has_rung = events.iter().any(|event| { event.u64 } == BELL);
+    let Ok(mut guard) = instance.lock.lock() else { return Kept { number: events.len(), has_rung } };
     let state = instance.state(&mut guard);
-    if instance.others.load(Ordering::SeqCst) != ALONE && events.iter().any(|event| { event.u64 } == BELL) {
+    if instance.others.load(Ordering::SeqCst) != ALONE && has_rung {
         // Another process may have rung it.
         state.heat_unannounced(instance.is_foreign.load(Ordering::Relaxed));
     }
@@ -1002,7 +1018,13 @@ fn correct(instance: &Instance, events: &mut [epoll_event]) -> usize {
             }
         }
     }
-    kept
+    // This call returns without a look, and the bell has woken no other thread.
+    let is_for_another = has_rung && kept + before > 0 && instance.sleepers.load(Ordering::SeqCst) > 0;
+    if is_for_another && state.has_unannounced_hot() {
+        drop(guard);
+        instance.ring(instance.ep.load(Ordering::Relaxed));
+    }
+    Kept { number: kept, has_rung }
 }
 
 /// Held over `fork`, so that no other thread is inside when the child gets its copy.

@@ -190,6 +190,12 @@ impl Registration {
         })
     }
 
+    /// True if the kernel does not report its unread bytes, and another thread may wait for them.
+    pub(super) fn is_left(&self) -> bool {
+        let is_owed = || self.fd >= 0 && self.is_owed && data::is_readable(slots::slot(self.number));
+        self.is_unannounced() || is_owed()
+    }
+
     /// What is to be said of it without waiting for the kernel to say something.
     pub(super) fn ready(&mut self) -> u32 {
         let slot = slots::slot(self.number);

@@ -165,7 +165,7 @@ impl State {
                 }
                 one.idle < IDLE_MAX || !arm_connection(one.number)
             } else {
-                has_more |= one.is_unannounced();
+                has_more |= one.is_left();
                 true
             };
             if is_kept {
@@ -206,6 +206,12 @@ impl State {
                 self.heat(at as u32);
             }
         }
+    }
+
+    /// Whether the next look finds bytes without a doorbell.
+    pub(super) fn has_unannounced_hot(&mut self) -> bool {
+        let State { hot, registrations, .. } = self;
+        hot.iter().any(|at| registrations[*at as usize].is_left())
     }
 
     /// Whether a connection has bytes that no doorbell has announced to this process, and that the program waits for.

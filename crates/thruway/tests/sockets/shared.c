@@ -4,9 +4,11 @@
 #define _GNU_SOURCE
 #include "common.h"
 #include "pair.h"
+#include <fcntl.h>
 #include <poll.h>
 #include <pthread.h>
 #include <sched.h>
+#include <semaphore.h>
 #include <sys/epoll.h>
 #include <sys/mman.h>
 
@@ -317,25 +319,35 @@ static void *take_one(void *waited) {
     return NULL;
 }
 
+static void run_on_one_processor(cpu_set_t *before) {
+    cpu_set_t single;
+    must(sched_getaffinity(0, sizeof *before, before) == 0, "sched_getaffinity");
+    CPU_ZERO(&single);
+    CPU_SET(sched_getcpu(), &single);
+    must(sched_setaffinity(0, sizeof single, &single) == 0, "sched_setaffinity");
+}
+
+/* Makes a connection that is in no instance. */
+static void begin_alone(void) {
+    begin();
+    int ways[] = {own, to_child[0], to_child[1], to_parent[0], to_parent[1]};
+    for (unsigned way = 0; way < sizeof ways / sizeof *ways; way++)
+        close(ways[way]);
+}
+
 /* Threads sleep on an instance. Another thread moves as many connections with unread bytes there, and each thread is needed for one of them. */
 static void moved_to_threads(unsigned events) {
     struct epoll_event event = {.events = events};
     pthread_t threads[THREADS];
     int moved[THREADS], kept[THREADS], shared = epoll_create1(EPOLL_CLOEXEC);
-    cpu_set_t before, single;
+    cpu_set_t before;
     pthread_barrier_init(&all_woken, NULL, THREADS + 1);
     /* On one processor, all are moved before the first thread runs. */
-    must(sched_getaffinity(0, sizeof before, &before) == 0, "sched_getaffinity");
-    CPU_ZERO(&single);
-    CPU_SET(sched_getcpu(), &single);
-    must(sched_setaffinity(0, sizeof single, &single) == 0, "sched_setaffinity");
+    run_on_one_processor(&before);
     for (int i = 0; i < THREADS; i++) {
-        begin();
+        begin_alone();
         must(send(one, message, LENGTH, 0) == LENGTH, "send");
         moved[i] = other, kept[i] = one;
-        int ways[] = {own, to_child[0], to_child[1], to_parent[0], to_parent[1]};
-        for (unsigned way = 0; way < sizeof ways / sizeof *ways; way++)
-            close(ways[way]);
         must(pthread_create(&threads[i], NULL, take_one, &shared) == 0, "pthread_create");
     }
     for (int i = 0; i < THREADS; i++) {
@@ -352,11 +364,69 @@ static void moved_to_threads(unsigned events) {
     close(shared);
 }
 
+static int pipe_in_instance[2];
+static sem_t taken;
+
+static void *take_all(void *waited) {
+    struct epoll_event events[2];
+    char bytes[LENGTH];
+    int has_taken = 0;
+    while (!has_taken) {
+        int count = epoll_wait(*(int *)waited, events, 2, 60000);
+        must(count > 0, "epoll_wait");
+        for (int i = 0; i < count; i++) {
+            int fd = events[i].data.fd, is_pipe = fd == pipe_in_instance[0];
+            /* The other thread may have taken the bytes. */
+            if (is_pipe ? read(fd, bytes, 1) == 1 : recv(fd, bytes, LENGTH, MSG_DONTWAIT) == LENGTH)
+                has_taken = sem_post(&taken) == 0;
+        }
+    }
+    /* As if the work took long. */
+    pthread_barrier_wait(&all_woken);
+    return NULL;
+}
+
+/* Two threads sleep on an instance. Another thread moves a connection with unread bytes there and writes to a pipe: a thread that is woken for
+ * both and returns the pipe's event alone leaves the connection to the other one. */
+static void moved_beside_an_event(unsigned events) {
+    struct epoll_event event = {.events = events}, of_pipe = {.events = EPOLLIN};
+    pthread_t threads[2];
+    int shared = epoll_create1(EPOLL_CLOEXEC);
+    cpu_set_t before;
+    must(pipe2(pipe_in_instance, O_NONBLOCK) == 0 && sem_init(&taken, 0, 0) == 0, "pipe");
+    of_pipe.data.fd = pipe_in_instance[0];
+    must(epoll_ctl(shared, EPOLL_CTL_ADD, pipe_in_instance[0], &of_pipe) == 0, "epoll_ctl");
+    pthread_barrier_init(&all_woken, NULL, 3);
+    run_on_one_processor(&before);
+    begin_alone();
+    must(send(one, message, LENGTH, 0) == LENGTH, "send");
+    for (int i = 0; i < 2; i++)
+        must(pthread_create(&threads[i], NULL, take_all, &shared) == 0, "pthread_create");
+    sched_yield();
+    event.data.fd = other;
+    must(epoll_ctl(shared, EPOLL_CTL_ADD, other, &event) == 0, "epoll_ctl");
+    must(write(pipe_in_instance[1], "x", 1) == 1, "write");
+    sem_wait(&taken);
+    sem_wait(&taken);
+    /* For a thread that has got nothing. */
+    must(write(pipe_in_instance[1], "x", 1) == 1, "write");
+    pthread_barrier_wait(&all_woken);
+    for (int i = 0; i < 2; i++)
+        pthread_join(threads[i], NULL);
+    must(sched_setaffinity(0, sizeof before, &before) == 0, "sched_setaffinity");
+    int all[] = {one, other, shared, pipe_in_instance[0], pipe_in_instance[1]};
+    for (unsigned i = 0; i < sizeof all / sizeof *all; i++)
+        close(all[i]);
+}
+
 int main(void) {
     alarm(60);
     moved_to_an_old_instance();
+    for (int i = 0; i < 10; i++)
+        moved_beside_an_event(i % 2 ? EPOLLIN | EPOLLET : EPOLLIN);
     moved_to_threads(EPOLLIN | EPOLLET);
     moved_to_threads(EPOLLIN | EPOLLONESHOT);
+    moved_to_threads(EPOLLIN | EPOLLEXCLUSIVE);
     for (int is_by_child = 0; is_by_child < 2; is_by_child++) {
         changed(EPOLL_CTL_DEL, 0, is_by_child);
         changed(EPOLL_CTL_MOD, EPOLLPRI, is_by_child);
