@@ -3,7 +3,7 @@
 //! The shell scripts in `testbed/` build and start a kernel; here they are found, fed, and their
 //! tests run, each in a guest of its own: two at a time, but for those that measure something.
 
-use crate::{command, run, top};
+use crate::{command, run, run_with, top};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
@@ -196,24 +196,21 @@ pub(crate) fn replay(points: &str) -> Result<(), String> {
 
 /// With a variable for the tests, and so many times as patient.
 fn test_longer(filter: &str, variable: &str, patience: u32) -> Result<(), String> {
-    run(
-        "release program",
-        "cargo",
-        &["build", "--release", "--quiet", "--package", "thruway", "--package", "thruway-preload"],
-    )?;
+    // As the other tests have built it: a release build takes minutes.
+    run("program", "cargo", &["build", "--quiet", "--package", "thruway", "--package", "thruway-preload"])?;
     let verbs_tests = built_test("thruway-fabric", "verbs")?;
     let stream_tests = built_test("thruway-streams", "streams")?;
     let tests = tests(filter)?;
     if tests.is_empty() {
         return Err(format!("no guest test has '{filter}' in its name"));
     }
-    run("fio's engine", "bash", &["crates/fio/build"])?;
+    run_with("fio's engine", "bash", &["crates/fio/build"], &[("PROFILE", "dev")])?;
     let environment = format!(
         "set -euo pipefail; export {variable} THRUWAY='{}' VERBS_TESTS='{}' STREAM_TESTS='{}' FIO_ENGINE='{}' PEERS_PY='{}'; . '{}'",
-        top().join("target/release/thruway").display(),
+        top().join("target/debug/thruway").display(),
         verbs_tests.display(),
         stream_tests.display(),
-        top().join("target/release/thruway-fio.so").display(),
+        top().join("target/debug/thruway-fio.so").display(),
         top().join("crates/thruway/tests/sockets/peers.py").display(),
         top().join("testbed/lib.sh").display(),
     );
