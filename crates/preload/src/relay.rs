@@ -10,14 +10,15 @@ use crate::tcp::Connection;
 use crate::{SETTINGS, epoll, peers};
 use rustix::io::Errno;
 use rustix::net::{
-    AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
+    AddressFamily, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags,
+    SocketType,
 };
 use std::io::{self, IoSlice};
 use std::mem::MaybeUninit;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 use thruway_sockets::Over;
-use thruway_sockets::meeting::{Request, relay_name};
+use thruway_sockets::meeting::{RELAY_FULL, Request, relay_name};
 
 /// A connection to the relay, or that there is none since this one.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -145,16 +146,40 @@ pub(crate) fn wake() -> bool {
     let relay = match Connected::now().fd {
         None => match connect(PORT.load(Ordering::Relaxed) as u16) {
             Ok((_, relay)) => relay,
-            // The call that this is for has interrupted one that connects.
-            Err(error) => return error.kind() == io::ErrorKind::Interrupted,
+            // The call that this is for has interrupted one that connects, or this process or the relay is at a limit.
+            Err(error) => return is_of_a_limit(&error),
         },
         Some(relay) => relay,
     };
     match rustix::net::send(slots::borrow(relay), &[0], SendFlags::NOSIGNAL | SendFlags::DONTWAIT) {
         // What has not been able to take a wake-up has others before it.
         Ok(_) | Err(Errno::AGAIN | Errno::INTR) => true,
-        Err(_) => false,
+        // The relay looks without a wake-up once a second.
+        Err(_) => was_refused(relay),
     }
+}
+
+/// False for errors of a relay that has gone.
+fn is_of_a_limit(error: &io::Error) -> bool {
+    let limits = [Errno::MFILE, Errno::NFILE, Errno::NOBUFS, Errno::NOMEM, Errno::AGAIN];
+    error.kind() == io::ErrorKind::Interrupted
+        || error.kind() == io::ErrorKind::OutOfMemory
+        || limits.iter().any(|limit| error.raw_os_error() == Some(limit.raw_os_error()))
+}
+
+/// Whether the relay has ended this process's connection to it because it was at its limit of open files. The next wake-up connects again.
+fn was_refused(relay: i32) -> bool {
+    let mut message = [0u8; 64];
+    let mut receive = || rustix::net::recv(slots::borrow(relay), &mut message, RecvFlags::DONTWAIT).map(|(len, _)| len);
+    // A message that the relay has not taken is an error first.
+    let len = receive().or_else(|_| receive()).unwrap_or(0);
+    let is_full = message[..len] == *RELAY_FULL.as_bytes();
+    let connected = Connected::now();
+    if is_full && connected.fd == Some(relay) && connected.end() {
+        epoll::forget_relay(relay);
+        slots::close_hidden(relay);
+    }
+    is_full
 }
 
 /// A connection of this process's is handed over to a relay, from which on this process loses it when the relay goes.

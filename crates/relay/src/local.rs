@@ -10,7 +10,7 @@ use rustix::net::{
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::time::Duration;
-use thruway_sockets::meeting::{Offer, Offered, REQUEST_LEN, Request, relay_name, service_name};
+use thruway_sockets::meeting::{Offer, Offered, RELAY_FULL, REQUEST_LEN, Request, relay_name, service_name};
 
 /// The Unix socket to which processes connect.
 pub(crate) struct Door(pub(crate) OwnedFd);
@@ -57,7 +57,7 @@ impl Door {
     pub(crate) fn refuse(&self) -> bool {
         let socket = rustix::net::accept_with(&self.0, FLAGS);
         if let Ok(socket) = &socket {
-            let _ = rustix::net::send(socket, FULL.as_bytes(), SendFlags::NOSIGNAL | SendFlags::DONTWAIT);
+            let _ = rustix::net::send(socket, RELAY_FULL.as_bytes(), SendFlags::NOSIGNAL | SendFlags::DONTWAIT);
         }
         socket.is_ok()
     }
@@ -124,7 +124,7 @@ pub fn find(port: u16) -> io::Result<Option<About>> {
     match &message[..len] {
         // The relay has just ended.
         b"" => return Ok(None),
-        full if full == FULL.as_bytes() => {
+        full if full == RELAY_FULL.as_bytes() => {
             let why = "the relay has reached its limit of open files (ulimit -n)";
             return Err(io::Error::new(io::ErrorKind::QuotaExceeded, why));
         }
@@ -133,9 +133,6 @@ pub fn find(port: u16) -> io::Result<Option<About>> {
     let about = std::str::from_utf8(&message[..len]).ok().and_then(About::decode);
     about.map(Some).ok_or_else(|| io::Error::other("what is there is no relay of this version"))
 }
-
-/// Message of a relay that has reached its limit of open files.
-const FULL: &str = "thruway relay full";
 
 /// How long a relay may take to say what it is.
 const ABOUT_TIMEOUT: Duration = Duration::from_secs(5);

@@ -12,6 +12,9 @@ const REQUEST_HIGHER: &[u8; 8] = b"thruhig1";
 const ADOPTED_LOWER: &[u8; 8] = b"thruuse1";
 const ADOPTED_HIGHER: &[u8; 8] = b"thruuse2";
 
+/// Message of a relay at its limit of open files to a process whose connection it ends.
+pub const RELAY_FULL: &str = "thruway relay full";
+
 /// Bytes of an offer, with which goes the segment's descriptor.
 pub const OFFER_LEN: usize = 8 + 48 + 8;
 /// Bytes of a request. Shorter messages only wake the relay.

@@ -944,6 +944,15 @@ fn a_connection_through_a_relay_goes_on_in_a_relative_of_its_process() {
     assert!((0..ATTEMPTS).map(run).any(|relayed| relayed > 0));
 }
 
+/// The relay turns away the process that goes on with a connection.
+#[test]
+fn a_connection_goes_on_in_a_relative_that_the_relay_has_no_descriptor_for() {
+    let relayed = Relayed::with_descriptors(&["--after-calls", "8"], Some(64));
+    let path = build_c(&relayed.lab, "relatives", &[]);
+    let run = |_| counters(&finish(relayed.run(COUNTED, &[path.to_str().unwrap(), "80"])))["relayed"];
+    assert!((0..ATTEMPTS).map(run).any(|relayed| relayed > 0));
+}
+
 /// The reader forks, so that its connection goes back to TCP, while its peer sends and ends.
 #[test]
 fn a_stream_that_ends_through_a_relay_while_its_reader_forks_arrives_whole() {

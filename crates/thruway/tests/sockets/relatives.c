@@ -1,6 +1,7 @@
 /* A server forks when it has an accelerated connection, and leaves the connection to its child: it closes its descriptor, or ends. The child ends
  * its direction before it receives the rest, or is killed, or starts another program, which may have the connection for longer than the
- * server that goes on with it. The client gets the end of the stream each time, and the server or its child all bytes.
+ * server that goes on with it. The client gets the end of the stream each time, and the server or its child all bytes. The argument is a
+ * number of further children that do nothing.
  */
 #define _GNU_SOURCE
 #include "common.h"
@@ -13,7 +14,7 @@ enum { ROUNDS = 40, EXCHANGES = 60, UNREAD = 200000, MORE = 300000, ANSWER = 200
 enum { CLOSES, ENDS, CHILD_KILLED, CHILD_EXECUTES, GOES_ON, WAYS };
 
 static char bytes[MORE];
-static int way, sent[2], done[2], executed[2];
+static int way, idle, sent[2], done[2], executed[2];
 
 static void answer(int fd) {
     must(send(fd, bytes, ANSWER, 0) == ANSWER, "answer");
@@ -50,7 +51,17 @@ static void serve(int accepted) {
     must(read(sent[0], &byte, 1) == 1, "read");
     if (way == CHILD_KILLED || way == CHILD_EXECUTES)
         exactly(accepted, UNREAD);
-    if (fork() == 0)
+    int over[2];
+    must(pipe(over) == 0, "pipe");
+    for (int i = 0; i < idle; i++)
+        if (fork() == 0) {
+            close(accepted);
+            close(over[1]);
+            close(executed[1]);
+            _exit(read(over[0], &byte, 1));
+        }
+    pid_t child = fork();
+    if (child == 0)
         go_on(accepted);
     if (way == ENDS)
         _exit(0);
@@ -61,14 +72,15 @@ static void serve(int accepted) {
         answer(accepted);
     }
     close(accepted);
-    wait(NULL);
+    waitpid(child, NULL, 0);
     /* The process goes on without the connection until the client has had its end. */
     must(read(sent[0], &byte, 1) == 1, "read");
 }
 
-int main(void) {
+int main(int count, char **arguments) {
     char byte;
-    for (int round = 0; round < ROUNDS; round++) {
+    idle = count > 1 ? atoi(arguments[1]) : 0;
+    for (int round = 0; round < (idle ? WAYS : ROUNDS); round++) {
         way = round % WAYS;
         alarm(60);
         must(pipe(sent) == 0 && pipe(done) == 0 && pipe2(executed, O_CLOEXEC) == 0, "pipe");
