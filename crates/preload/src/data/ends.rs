@@ -333,6 +333,10 @@ fn demote_for(slot: &Slot, fd: c_int, unread: Unread) -> Option<usize> {
         if left > 0 && unread == Unread::Returns && is_here && return_unread(slot, fd, &mut receiving) {
             left = 0;
         }
+        if left > 0 && unread == Unread::Returns {
+            // Another thread or process must not take what the TCP connection has for all.
+            keep_reset(slot, libc::ECONNRESET);
+        }
     }
     count(&counters().demoted, 1);
     // How long it lasts is not counted from here on, and says nothing of others.
