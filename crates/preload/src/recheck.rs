@@ -20,13 +20,13 @@ const LONGEST: Duration = Duration::from_secs(1);
 /// Length of the first sleep after a second look that has sent bytes again: the peer that returns them cannot ring, and waits for the rest.
 const AFTER_ANSWER: Duration = Duration::from_millis(1);
 
-/// Bytes that such a look has sent again, unless it has sent the first or the last ones. A peer may return few bytes at a time, and
-/// [limited](thruway_sockets::Writer::send_again) many.
+/// Bytes that looks have sent again before the next comes so soon, unless one has sent the first or the last bytes. A peer may return one byte
+/// at a time, and [limited](thruway_sockets::Writer::send_again) many.
 const ANSWER_MIN: u64 = 4096;
 
 thread_local! {
-    /// A second look of this thread has sent bytes again since the last sleep.
-    static HAS_ANSWERED: Cell<bool> = const { Cell::new(false) };
+    /// Bytes that second looks of this thread have sent again in this call, up to [`ANSWER_MIN`].
+    static ANSWERED: Cell<u64> = const { Cell::new(0) };
 }
 
 /// The program has installed a filter of system calls, which may not allow those that set the signal mask.
@@ -58,7 +58,7 @@ pub(crate) struct Sleeps {
 impl Sleeps {
     /// For a call with this mask, which outlives it.
     pub(crate) fn new(mask: *const sigset_t) -> Sleeps {
-        HAS_ANSWERED.set(false);
+        ANSWERED.set(0);
         Sleeps { next: FIRST, has_begun: false, mask, handled: lock::handled(), before: None }
     }
 
@@ -70,7 +70,8 @@ impl Sleeps {
         if !self.mask.is_null() {
             self.block();
         }
-        if HAS_ANSWERED.take() {
+        if ANSWERED.get() >= ANSWER_MIN {
+            ANSWERED.set(0);
             self.next = AFTER_ANSWER;
         }
         let sleep = Limit::within(Some(self.next));
@@ -137,9 +138,8 @@ pub(crate) fn look(number: u32, is_wanted: bool) {
     data::answer_peer_unasked(slot);
     if let Some(after) = slot.try_sending().map(|sending| sending.writer.sent_again()) {
         let is_step = (after.has_begun, after.has_ended) != (before.has_begun, before.has_ended);
-        if is_step || after.bytes.saturating_sub(before.bytes) >= ANSWER_MIN {
-            HAS_ANSWERED.set(true);
-        }
+        let bytes = if is_step { ANSWER_MIN } else { after.bytes.saturating_sub(before.bytes) };
+        ANSWERED.set(ANSWERED.get().saturating_add(bytes));
     }
 }
 
@@ -155,7 +155,7 @@ mod tests {
             Duration::new(left.tv_sec as u64, left.tv_nsec as u32)
         };
         (0..10).for_each(|_| _ = next());
-        HAS_ANSWERED.set(true);
+        ANSWERED.set(ANSWER_MIN);
         assert!(next() <= AFTER_ANSWER);
         (0..10).for_each(|_| assert!(next() <= LONGEST));
     }

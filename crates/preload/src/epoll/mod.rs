@@ -838,10 +838,11 @@ pub(crate) unsafe fn wait(
         }
         if found == 0 && asks_kernel && has_hot {
             let ready = real(out.as_mut_ptr(), max, Some(none), mask);
+            let mut has_rung = false;
             if ready > 0 {
-                found = correct(instance, &mut out[..ready as usize], 0).number;
+                Kept { number: found, has_rung } = correct(instance, &mut out[..ready as usize], 0);
             }
-            if found == 0 && out.len() == 1 {
+            if found == 0 && (out.len() == 1 || has_rung) {
                 continue;
             }
             asks_kernel = false;
