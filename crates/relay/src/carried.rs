@@ -37,8 +37,9 @@ pub(crate) struct Carried {
     is_declined: bool,
     /// The process uses the segment, but its descriptors did not arrive.
     lacks_descriptors: bool,
-    /// The interface that the socket is bound to.
+    /// The interface that the socket is bound to, and its `SO_COOKIE`.
     interface: Option<u32>,
+    cookie: Option<u64>,
     /// Whether a process had the connection at the last check, after the relay had returned it.
     is_held: bool,
     /// A doorbell met a connection that had ended.
@@ -115,6 +116,7 @@ impl Carried {
             is_declined: false,
             lacks_descriptors: false,
             interface: None,
+            cookie: None,
             is_held: true,
             was_reset: false,
             has_news: false,
@@ -134,6 +136,7 @@ impl Carried {
         self.waker = waker.filter(without_waiting).or(self.waker.take());
         self.room = room.filter(without_waiting).or(self.room.take());
         self.interface = thruway_tcp::bound_interface(&tcp).unwrap_or(None);
+        self.cookie = rustix::net::sockopt::socket_cookie(&tcp).ok();
         (self.tcp, self.is_used) = (Some(tcp), true);
         if self.room.is_some() {
             self.segment.set_can_tell_room();
@@ -245,8 +248,10 @@ impl Carried {
         self.return_tcp();
         if self.is_returned() {
             let (own, peer) = self.end.sockets();
-            self.is_held =
-                find(self.interface, own, peer).map_or(lives, |socket| socket.is_some_and(|socket| socket.is_held));
+            self.is_held = find(self.interface, own, peer).map_or(lives, |socket| {
+                // By these addresses the kernel also finds a listener or a later connection.
+                socket.is_some_and(|socket| socket.is_held && self.cookie.is_none_or(|cookie| cookie == socket.cookie))
+            });
         }
     }
 
