@@ -6,6 +6,7 @@
 #![allow(clippy::undocumented_unsafe_blocks, reason = "see above")]
 #![allow(non_snake_case, reason = "the names are C's")]
 
+mod aio;
 mod descriptors;
 mod processes;
 mod raw;

@@ -255,6 +255,15 @@ pub(crate) fn hand_over(number: u32, fd: c_int, is_read: bool) {
     }
 }
 
+/// The program is about to read a connection by calls that are not seen.
+pub(crate) fn leave_reading(number: u32, fd: c_int) {
+    if !slots::slot(number).is_foreign.load(Ordering::Relaxed) {
+        hand_over(number, fd, true);
+        // This process may have the other end, too, and may be about to wait.
+        slots::each(|number, fd| _ = data::answer_peer(slots::slot(number), fd));
+    }
+}
+
 /// Longest time that connections have to go back to TCP before the kernel lets this thread read and write alone.
 const STRICT_MAX: Duration = Duration::from_secs(2);
 

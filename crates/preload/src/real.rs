@@ -80,6 +80,12 @@ real! {
     sendmmsg(fd: c_int, list: *mut libc::mmsghdr, count: c_uint, flags: c_int) -> c_int;
     sendfile(out: c_int, from: c_int, offset: *mut i64, count: size_t) -> ssize_t;
     splice(from: c_int, from_at: *mut i64, to: c_int, to_at: *mut i64, len: size_t, flags: c_uint) -> ssize_t;
+    aio_read(request: *mut libc::aiocb) -> c_int;
+    aio_read64(request: *mut libc::aiocb) -> c_int;
+    aio_write(request: *mut libc::aiocb) -> c_int;
+    aio_write64(request: *mut libc::aiocb) -> c_int;
+    lio_listio(mode: c_int, requests: *const *mut libc::aiocb, count: c_int, event: *mut libc::sigevent) -> c_int;
+    lio_listio64(mode: c_int, requests: *const *mut libc::aiocb, count: c_int, event: *mut libc::sigevent) -> c_int;
     socket(domain: c_int, kind: c_int, protocol: c_int) -> c_int;
     accept(fd: c_int, addr: *mut c_void, len: *mut socklen_t) -> c_int;
     accept4(fd: c_int, addr: *mut c_void, len: *mut socklen_t, flags: c_int) -> c_int;

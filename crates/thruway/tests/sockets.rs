@@ -774,6 +774,13 @@ fn processes_that_share_an_epoll_instance_get_the_events_of_each_others_registra
     assert!(counted["accelerated"] >= 10, "{counted:?}");
 }
 
+/// The C library's threads read and write by calls that are not seen.
+#[test]
+fn asynchronous_input_and_output_is_as_over_tcp() {
+    let counted = counters(&compare_in_c("aio", STATS));
+    assert!(counted["demoted"] >= 2, "{counted:?}");
+}
+
 /// The direction of the process that starts a program goes by TCP then: it cannot ring for a peer that waits.
 #[test]
 fn a_request_is_read_by_a_process_that_has_started_another_program() {

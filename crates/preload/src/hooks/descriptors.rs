@@ -9,6 +9,8 @@ use crate::{data, process, real};
 use libc::{c_int, c_uint, c_ulong, c_void, socklen_t};
 use std::sync::atomic::Ordering;
 
+/// include/uapi/linux/tcp.h.
+const TCP_ZEROCOPY_RECEIVE: c_int = 35;
 /// Options that add control messages to received data, and that the `libc` crate does not name.
 const TCP_INQ: c_int = 36;
 const SO_TIMESTAMP_NEW: c_int = 63;
@@ -246,6 +248,11 @@ pub(crate) unsafe extern "C" fn getsockopt(
     value: *mut c_void,
     len: *mut socklen_t,
 ) -> c_int {
+    if (level, name) == (libc::IPPROTO_TCP, TCP_ZEROCOPY_RECEIVE)
+        && let Some(number) = slots::find(fd)
+    {
+        process::leave_reading(number, fd);
+    }
     if let Some(number) = slots::find(fd)
         && slots::slot(number).is_accelerated()
         && !value.is_null()
