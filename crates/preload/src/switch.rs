@@ -845,6 +845,35 @@ pub(crate) fn retire(number: u32, fd: i32) -> bool {
     true
 }
 
+/// The program dissolves a connection and may connect its socket again: calls go to the kernel alone from then on.
+pub(crate) fn dissolve(number: u32, fd: i32) {
+    let slot = slots::slot(number);
+    give_up_relayed(number, fd, Reason::Ended);
+    give_up(number);
+    let Ok(guard) = slot.upgrading.lock() else { return };
+    let (Ok(receiving), Ok(sending)) = (slot.receiving.lock(), slot.sending.lock()) else { return };
+    let guards = [&guard, &receiving, &sending];
+    if let Some((segment, writer, reader)) = slot.ends(guards) {
+        let connection = Connection::new(fd);
+        reader.set_gone(&segment, &connection);
+        writer.set_ended(&segment, &connection);
+        // The relay would ring on the next connection.
+        relayed::take_tcp_back(&segment, fd);
+        slot.phase.store(phase::NEVER, Ordering::SeqCst);
+        slot.set_ends(guards, None);
+        connection.restore_options(slot);
+        if slot.is_only_ours(number)
+            && let Some(segment) = slot.take_segment(&guard)
+        {
+            drop_unused(segment);
+        }
+        stays(slot, fd, Reason::Ended, &", from here on");
+    }
+    drop((receiving, sending, guard));
+    waker::close(number);
+    room::close(number);
+}
+
 /// Threads that fork.
 pub(crate) static FORKING: AtomicU32 = AtomicU32::new(0);
 

@@ -774,6 +774,12 @@ fn processes_that_share_an_epoll_instance_get_the_events_of_each_others_registra
     assert!(counted["accelerated"] >= 10, "{counted:?}");
 }
 
+#[test]
+fn a_dissolved_connection_is_reset_and_its_socket_may_be_connected_elsewhere() {
+    let counted = counters(&compare_in_c("dissolved", STATS));
+    assert!(counted["accelerated"] >= 4, "{counted:?}");
+}
+
 /// The C library's threads read and write by calls that are not seen.
 #[test]
 fn asynchronous_input_and_output_is_as_over_tcp() {

@@ -5,7 +5,7 @@ use crate::data::{errno, fail};
 use crate::report::{Reason, count, counters, stays};
 use crate::slots;
 use crate::tcp::SIOCATMARK;
-use crate::{data, process, real};
+use crate::{data, process, real, switch};
 use libc::{c_int, c_uint, c_ulong, c_void, socklen_t};
 use std::sync::atomic::Ordering;
 
@@ -77,6 +77,13 @@ fn accepted(listener: c_int, new: c_int, forks: u32) -> c_int {
 
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn connect(fd: c_int, addr: *const c_void, len: socklen_t) -> c_int {
+    if !addr.is_null()
+        && len as usize >= size_of::<libc::sa_family_t>()
+        && unsafe { addr.cast::<libc::sa_family_t>().read_unaligned() } == libc::AF_UNSPEC as libc::sa_family_t
+        && let Some(number) = slots::find(fd)
+    {
+        switch::dissolve(number, fd);
+    }
     let result = unsafe { real::connect(fd, addr, len) };
     // A socket that does not wait is asked again; one that was refused may be used again.
     if (result == 0 || errno() == libc::EINPROGRESS)
