@@ -3,7 +3,7 @@
 //! The shell scripts in `testbed/` build and start a kernel; here they are found, fed, and their
 //! tests run, each in a guest of its own: two at a time, but for those that measure something.
 
-use crate::{command, run, run_with, top};
+use crate::{command, run_with, top};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
@@ -196,10 +196,8 @@ pub(crate) fn replay(points: &str) -> Result<(), String> {
 
 /// With a variable for the tests, and so many times as patient.
 fn test_longer(filter: &str, variable: &str, patience: u32) -> Result<(), String> {
-    // As the other tests have built it: a release build takes minutes.
-    run("program", "cargo", &["build", "--quiet", "--package", "thruway", "--package", "thruway-preload"])?;
-    let verbs_tests = built_test("thruway-fabric", "verbs")?;
-    let stream_tests = built_test("thruway-streams", "streams")?;
+    let built = build_tests()?;
+    let (verbs_tests, stream_tests) = (built_test(&built, "verbs")?, built_test(&built, "streams")?);
     let tests = tests(filter)?;
     if tests.is_empty() {
         return Err(format!("no guest test has '{filter}' in its name"));
@@ -277,20 +275,32 @@ fn run_test(test: &Test, guest: Guest, environment: &str, patience: u32) -> Resu
     Ok(out.status.success())
 }
 
-/// Builds an integration test and says where its program is.
-fn built_test(package: &str, name: &str) -> Result<PathBuf, String> {
+/// Builds the programs and tests of the workspace, as `cargo xtask unit` does. Another selection of packages has other features, and takes
+/// minutes to build. Returns Cargo's messages.
+fn build_tests() -> Result<String, String> {
+    eprintln!("==> programs and tests");
+    let begun = Instant::now();
     let out = command("cargo")
-        .args(["test", "--quiet", "--no-run", "--package", package, "--test", name, "--message-format=json"])
+        .args(["test", "--workspace", "--quiet", "--no-run", "--message-format=json"])
         .current_dir(top())
         .stderr(Stdio::inherit())
         .output()
         .map_err(|e| format!("cargo test: {e}"))?;
-    let text = String::from_utf8_lossy(&out.stdout);
-    let program = text.lines().rev().find_map(|line| {
+    eprintln!("    programs and tests: {:.0} s", begun.elapsed().as_secs_f64());
+    if !out.status.success() {
+        return Err("the programs and tests do not build".into());
+    }
+    Ok(String::from_utf8_lossy(&out.stdout).into_owned())
+}
+
+/// The program of an integration test, by Cargo's messages.
+fn built_test(messages: &str, name: &str) -> Result<PathBuf, String> {
+    let is_it = |line: &&str| line.contains(r#""kind":["test"]"#) && line.contains(&format!(r#""name":"{name}""#));
+    let program = messages.lines().filter(is_it).find_map(|line| {
         let (_, rest) = line.split_once("\"executable\":\"")?;
         rest.split_once('"').map(|(path, _)| PathBuf::from(path))
     });
-    program.ok_or_else(|| format!("the test {name} of {package} does not build"))
+    program.ok_or_else(|| format!("there is no test '{name}'"))
 }
 
 fn tests(filter: &str) -> Result<Vec<Test>, String> {
@@ -329,6 +339,18 @@ fn tests(filter: &str) -> Result<Vec<Test>, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_program_of_a_test_is_found() {
+        let line = |kind: &str, name: &str| {
+            format!(
+                r#"{{"reason":"compiler-artifact","target":{{"kind":["{kind}"],"name":"{name}"}},"executable":"/t/{kind}-{name}"}}"#
+            )
+        };
+        let messages = [line("lib", "verbs"), line("test", "other"), line("test", "verbs")].join("\n");
+        assert_eq!(built_test(&messages, "verbs"), Ok(PathBuf::from("/t/test-verbs")));
+        assert!(built_test(&messages, "streams").is_err());
+    }
 
     #[test]
     fn a_shell_reads_back_what_was_quoted() {
