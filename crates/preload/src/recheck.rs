@@ -20,12 +20,12 @@ const LONGEST: Duration = Duration::from_secs(1);
 /// Length of the first sleep after a second look that has sent bytes again: the peer that returns them cannot ring, and waits for the rest.
 const AFTER_ANSWER: Duration = Duration::from_millis(1);
 
-/// Bytes that looks have sent again before the next comes so soon, unless one has sent the first or the last bytes. A peer may return one byte
-/// at a time, and [limited](thruway_sockets::Writer::send_again) many.
+/// Number of bytes sent again before the next such sleep. A look that sends the first or the last bytes counts as so many. A peer may return
+/// single bytes, and their sum is [limited](thruway_sockets::Writer::send_again).
 const ANSWER_MIN: u64 = 4096;
 
 thread_local! {
-    /// Bytes that second looks of this thread have sent again in this call, up to [`ANSWER_MIN`].
+    /// Bytes that second looks of this thread have sent again in this call since the last short sleep.
     static ANSWERED: Cell<u64> = const { Cell::new(0) };
 }
 

@@ -326,7 +326,7 @@ impl State {
             let time = match (did, self.config.until_unused) {
                 (true, _) => Duration::ZERO,
                 (false, _) if !self.closing.is_empty() => closing::INTERVAL,
-                (false, Some(limit)) if self.clients.is_empty() => limit / 4,
+                (false, Some(limit)) if self.clients.is_empty() && self.carried.is_empty() => limit / 4,
                 (false, _) => Duration::from_secs(1),
             };
             self.hear_local(time)?;

@@ -209,9 +209,8 @@ impl State {
     }
 
     /// Whether the next look finds bytes without a doorbell.
-    pub(super) fn has_unannounced_hot(&mut self) -> bool {
-        let State { hot, registrations, .. } = self;
-        hot.iter().any(|at| registrations[*at as usize].is_left())
+    pub(super) fn has_unannounced_hot(&self) -> bool {
+        self.hot.iter().any(|at| self.registrations[*at as usize].is_left())
     }
 
     /// Whether a connection has bytes that no doorbell has announced to this process, and that the program waits for.

@@ -730,7 +730,7 @@ impl Reader {
     }
 
     /// Whether it is known what everything is that the kernel has: from another host, bytes of the TCP connection, and its end, may come
-    /// before the word that says what they are. The end needs none if the peer sends by TCP for good. Discards doorbells.
+    /// before the update that describes them. The end needs no update if the peer sends by TCP for good. Discards doorbells.
     ///
     /// # Errors
     /// [`Broken`].
