@@ -99,6 +99,7 @@ extern "C" fn after_fork_in_child() {
     std::mem::forget(unsafe { (*HELD.0.get()).take() });
     slots::CHANGING.reset();
     lock::forget_guards();
+    slots::each(|number, _| slots::local(number).leaving.store(0, Ordering::SeqCst));
 }
 
 /// `_Fork` and system calls that fork, which call none of those.
@@ -235,9 +236,43 @@ pub(crate) fn before_another_program() {
     slots::each(|number, fd| _ = data::answer_peer(slots::slot(number), fd));
 }
 
+/// While this lives, other threads of this process wait that are about to have the same connection go by plain TCP.
+struct Leaving(&'static AtomicU32);
+
+/// Longest time that a thread waits for another one in [`Leaving::new`]. That one may have jumped out of the call by a signal handler.
+const LEAVING_MAX: Duration = Duration::from_secs(5);
+
+impl Leaving {
+    /// `None` if this thread has one already, or after [`LEAVING_MAX`].
+    fn new(number: u32) -> Option<Leaving> {
+        let (leaving, own) = (&slots::local(number).leaving, lock::thread());
+        let mut limit = None;
+        loop {
+            match leaving.compare_exchange(0, own, Ordering::SeqCst, Ordering::SeqCst) {
+                Ok(_) => return Some(Leaving(leaving)),
+                Err(owner) if owner == own => return None,
+                Err(owner) => {
+                    if Instant::now() >= *limit.get_or_insert_with(|| Instant::now() + LEAVING_MAX) {
+                        let _ = leaving.compare_exchange(owner, 0, Ordering::SeqCst, Ordering::SeqCst);
+                        return None;
+                    }
+                    std::thread::yield_now();
+                }
+            }
+        }
+    }
+}
+
+impl Drop for Leaving {
+    fn drop(&mut self) {
+        self.0.store(0, Ordering::SeqCst);
+    }
+}
+
 /// Something that knows nothing of rings will have a descriptor of this connection.
 /// `is_read`: and will read it.
 pub(crate) fn hand_over(number: u32, fd: c_int, is_read: bool) {
+    let _leaving = Leaving::new(number);
     let slot = slots::slot(number);
     slot.is_foreign.store(true, Ordering::SeqCst);
     if !slot.is_accelerated() {
@@ -257,6 +292,8 @@ pub(crate) fn hand_over(number: u32, fd: c_int, is_read: bool) {
 
 /// The program is about to read a connection by calls that are not seen.
 pub(crate) fn leave_reading(number: u32, fd: c_int) {
+    // The connection is marked before it goes by plain TCP.
+    let _leaving = Leaving::new(number);
     if !slots::slot(number).is_foreign.load(Ordering::Relaxed) {
         hand_over(number, fd, true);
         // This process may have the other end, too, and may be about to wait.

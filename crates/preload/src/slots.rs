@@ -178,6 +178,8 @@ pub(crate) struct Local {
     pub(crate) room: AtomicI32,
     /// Which of this process's connections to relays it was handed over by (see [`crate::relay`]); 0: none.
     pub(crate) relay: AtomicU32,
+    /// The thread that has the connection go by plain TCP for something that is not seen, or 0 (see [`crate::process::hand_over`]).
+    pub(crate) leaving: AtomicU32,
     /// Address of the segment in this process, or 0 if it is not mapped here. A process that was forked before the segment was mapped shares
     /// the slot, but must not use the address in it.
     pub(crate) segment: AtomicUsize,
@@ -434,6 +436,7 @@ pub(crate) fn add(fd: i32, forks: u32, is_accepted: bool) {
     local.waker_instance.store(0, Ordering::Relaxed);
     local.room.store(0, Ordering::Relaxed);
     local.relay.store(0, Ordering::Relaxed);
+    local.leaving.store(0, Ordering::Relaxed);
     slot.references.store(1, Ordering::Relaxed);
     slot.phase.store(phase::PLAIN, Ordering::Release);
     entry.store(number + 1, Ordering::Release);

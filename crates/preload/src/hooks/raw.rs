@@ -64,6 +64,7 @@ pub(crate) unsafe extern "C" fn syscall(
             libc::SYS_ioctl => descriptors::ioctl(fd, b as _, c as _).into(),
             libc::SYS_getsockopt => descriptors::getsockopt(fd, b as _, c as _, d as _, e as _).into(),
             libc::SYS_setsockopt => descriptors::setsockopt(fd, b as _, c as _, d as _, e as _).into(),
+            libc::SYS_connect => descriptors::connect(fd, b as _, c as _).into(),
             libc::SYS_shutdown => descriptors::shutdown(fd, b as _).into(),
             libc::SYS_ppoll => waiting::ppoll(a as _, b as _, c as _, d as _).into(),
             libc::SYS_pselect6 => {
