@@ -1044,8 +1044,14 @@ fn who_waits_through_a_relay_for_a_process_that_is_killed_learns_it() {
 fn who_waits_for_something_through_a_relay_that_is_killed_learns_it() {
     let relayed = Relayed::new(&[]);
     let run = |how: &'static str| {
-        let (server, port) = Running::server(relayed.peers(&[], &["victim_server", how]));
-        (how, server, Running::start(relayed.peers(&[], &["victim", &port, how])))
+        let start = |args: &[&str]| {
+            let mut command = relayed.peers(&[], args);
+            // The relay takes along only connections that it carries.
+            command.env("SLOW", "relayed");
+            command
+        };
+        let (server, port) = Running::server(start(&["victim_server", how]));
+        (how, server, Running::start(start(&["victim", &port, how])))
     };
     let mut ways = [
         "recv",
