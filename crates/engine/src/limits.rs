@@ -45,8 +45,17 @@ pub fn share_heap_under_limit() {
     }
 }
 
+/// The error of a thread that cannot be started, with its remedy.
+pub fn thread_error(error: &std::io::Error) -> std::io::Error {
+    let remedy = "raise the limit on processes and threads (ulimit -u) or on memory (ulimit -v)";
+    std::io::Error::new(error.kind(), format!("cannot start a thread: {error}; {remedy}"))
+}
+
 /// Remedy for an error caused by a resource limit, to be appended to the error message. Recognises the error by its number in the text.
 pub fn remedy(error: &str) -> Option<&'static str> {
+    if error.contains("(ulimit ") {
+        return None;
+    }
     let remedies = [
         (libc::ENOMEM, "raise the limit on memory (ulimit -v), or set a smaller --depth or --block-size"),
         (libc::EMFILE, "raise the limit on open files (ulimit -n)"),

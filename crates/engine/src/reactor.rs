@@ -152,8 +152,8 @@ impl Reactors {
             NODE.set(Some(node));
             OWN_LOAD.set(Some(own));
             LocalSet::new().block_on(&runtime, run(ring, started));
-        })?;
-        self.threads.push(thread);
+        });
+        self.threads.push(thread.map_err(|error| crate::limits::thread_error(&error))?);
         self.reactors.push(Handle { start, load, node });
         Ok(())
     }

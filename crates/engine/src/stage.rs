@@ -225,13 +225,7 @@ impl Workers {
         // Dropped on an error, with the threads that have started.
         let workers = Arc::new(Workers { shared: Arc::clone(&shared), threads: Mutex::default() });
         let start = |thread: std::thread::Builder, run: Box<dyn FnOnce() + Send>| {
-            let failed = |e: io::Error| {
-                let why = format!(
-                    "cannot start a thread: {e}; raise the limit on processes and threads (ulimit -u) or on memory (ulimit -v)"
-                );
-                io::Error::new(e.kind(), why)
-            };
-            let handle = thread.spawn(run).map_err(failed)?;
+            let handle = thread.spawn(run).map_err(|error| crate::limits::thread_error(&error))?;
             workers.threads.lock().expect("no panics under the lock").push(handle);
             io::Result::Ok(())
         };

@@ -343,7 +343,7 @@ fn copy(args: &CpArgs, common: &Common, sources: &[Given<'_>], target: &Given<'_
         };
         std::process::exit(failed as i32);
     };
-    let lines = Arc::new(Lines::start(on_failure).map_err(|e| format!("starting a thread: {e}"))?);
+    let lines = Arc::new(Lines::start(on_failure).map_err(|error| limits::thread_error(&error).to_string())?);
     let shown = Arc::clone(&lines);
     let (itemize, room) = (job.options.itemize, AtomicUsize::new(ITEMS_MAX));
     let on_report: OnReport = Arc::new(move |report| {
@@ -496,14 +496,14 @@ fn report_interruption(resume: Option<&'static str>, progress: &Arc<Progress>) -
     let wanted: Vec<i32> = [SIGINT, SIGTERM].into_iter().filter(|signal| !is_ignored(*signal)).collect();
     let mut signals = signal_hook::iterator::Signals::new(wanted)?;
     let progress = Arc::clone(progress);
-    std::thread::Builder::new().name("signals".into()).stack_size(256 << 10).spawn(move || {
+    let thread = std::thread::Builder::new().name("signals".into()).stack_size(256 << 10).spawn(move || {
         let Some(signal) = signals.forever().next() else { return };
         // On a terminal, the cursor may be in the line of the progress display.
         let newline = if std::io::stderr().is_terminal() { "\n" } else { "" };
         thruway_cli::say_error!("{newline}thruway cp: {}", stopped(resume, &progress));
         let _ = signal_hook::low_level::emulate_default_handler(signal);
-    })?;
-    Ok(())
+    });
+    thread.map(drop).map_err(|error| limits::thread_error(&error))
 }
 
 /// Message for a copy that ends early: the data that is kept.
@@ -864,9 +864,7 @@ fn push_to(
         }
     };
     let thread = std::thread::Builder::new().name("daemon".into()).spawn(serve);
-    let thread = thread.map_err(|e| {
-        format!("cannot start a thread: {e}; raise the limit on processes (ulimit -u) or on memory (ulimit -v)")
-    })?;
+    let thread = thread.map_err(|error| limits::thread_error(&error).to_string())?;
     *peer = Some(Peer::Thread(stopper, Some(thread)));
     let fabric = iwarp::Config { crc: false, ..iwarp::Config::default() }.into();
     let remote = Remote {

@@ -5,6 +5,7 @@
 
 use super::core::{Core, Ended, NewRing, Wait};
 use super::request::{Outcome, Request};
+use crate::limits::thread_error;
 use crate::stage::{Counters, StageStats};
 use crate::topology;
 use rustix::event::EventfdFlags;
@@ -89,7 +90,7 @@ impl Storage {
         match ring {
             Some(ring) => {
                 let cpus = cpus.to_vec();
-                storage.threads.push(thread().spawn(move || {
+                let started = thread().spawn(move || {
                     topology::bind_thread(&cpus);
                     match Core::new(ring, DEPTH) {
                         Ok(core) => {
@@ -106,15 +107,17 @@ impl Storage {
                         }
                         shared.work();
                     });
-                })?);
+                });
+                storage.threads.push(started.map_err(|error| thread_error(&error))?);
             }
             None => {
                 for _ in 0..THREADS {
                     let (shared, cpus) = (Arc::clone(&shared), cpus.to_vec());
-                    storage.threads.push(thread().stack_size(128 << 10).spawn(move || {
+                    let started = thread().stack_size(128 << 10).spawn(move || {
                         topology::bind_thread(&cpus);
                         shared.work();
-                    })?);
+                    });
+                    storage.threads.push(started.map_err(|error| thread_error(&error))?);
                 }
             }
         }

@@ -142,7 +142,8 @@ impl Committer {
         let count = Arc::clone(&pending);
         let of_thread = Arc::clone(&tree);
         let run = move || commit_groups(&receiver, &of_thread, journal.as_deref(), &on_commit, &count);
-        let thread = std::thread::Builder::new().name("commit".into()).stack_size(256 << 10).spawn(run)?;
+        let thread = std::thread::Builder::new().name("commit".into()).stack_size(256 << 10).spawn(run);
+        let thread = thread.map_err(|error| thruway_engine::limits::thread_error(&error))?;
         Ok(Committer { sender: Mutex::new(Some(sender)), pending, tree, thread: Mutex::new(Some(thread)) })
     }
 

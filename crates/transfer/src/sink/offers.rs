@@ -37,7 +37,8 @@ impl Judge {
         let (sender, receiver) = sync_channel(WAITING_MAX);
         let files = Arc::clone(files);
         let run = move || judge_all(&files, &receiver);
-        std::thread::Builder::new().name("judge".into()).stack_size(256 << 10).spawn(run)?;
+        let thread = std::thread::Builder::new().name("judge".into()).stack_size(256 << 10).spawn(run);
+        thread.map_err(|error| thruway_engine::limits::thread_error(&error))?;
         Ok(Judge(sender))
     }
 
