@@ -13,7 +13,8 @@ import sys
 import tempfile
 import time
 
-from servers import ONLY, SIZE, THRUWAY, Server, compare, fio, iscsi_perf, keep, version
+from servers import ONLY, SIZE, Server, compare, fio, iscsi_perf, keep, version
+from settings import THRUWAY, sized
 
 # Name, pattern, bytes, depth, connections.
 WORKLOADS = [
@@ -27,8 +28,11 @@ WORKLOADS = [
     ("1 MiB read, depth 4", "read", 1 << 20, 4, 1),
     ("1 MiB write, depth 4", "write", 1 << 20, 4, 1),
 ]
+WORKLOADS = sized(WORKLOADS, WORKLOADS[3:6])
+# Seconds of connections without requests.
+IDLE = sized(4, 1)
 # Clients of 512-byte reads (Ren 2015, figure 5-12).
-CLIENTS = [1, 4, 16, 64]
+CLIENTS = sized([1, 4, 16, 64], [4])
 # The same for iSCSI: name, options of iscsi-perf (512-byte blocks), connections.
 ISCSI = [
     ("4 KiB random read, depth 1", ["-m", "1", "-b", "8", "-r"], 1),
@@ -36,33 +40,40 @@ ISCSI = [
     ("4 KiB random read, depth 32, 8 connections", ["-m", "32", "-b", "8", "-r"], 8),
     ("1 MiB read, depth 4", ["-m", "4", "-b", "2048"], 1),
 ]
+ISCSI = sized(ISCSI, ISCSI[2:3])
 
 
 def idle(server, clients):
     """Share of a core used with so many connections that do nothing."""
-    script = f"import nbd,time\nh=[nbd.NBD() for _ in range({clients})]\n[x.connect_uri('{server.address}') for x in h]\nprint(1,flush=True)\ntime.sleep(4)"
+    script = f"import nbd,time\nh=[nbd.NBD() for _ in range({clients})]\n[x.connect_uri('{server.address}') for x in h]\nprint(1,flush=True)\ntime.sleep({IDLE})"
     client = subprocess.Popen(["/usr/bin/python3", "-c", script], stdout=subprocess.PIPE)
     client.stdout.readline()
     before = server.cpu()
     client.wait()
-    return (server.cpu() - before) / 4
+    return (server.cpu() - before) / IDLE
 
 
 def main():
     folder = tempfile.mkdtemp(prefix="thruway-bench-", dir="/dev/shm")
-    disk = os.path.join(folder, "disk.img")
-    with open(disk, "wb") as file:
-        for _ in range(SIZE >> 20):
-            file.write(os.urandom(1 << 20))
+
+    def disk(server):
+        """A disk of the server's own: some servers lock theirs."""
+        path = os.path.join(folder, f"{server}.img")
+        if not os.path.exists(path):
+            with open(path, "wb") as file:
+                for _ in range(SIZE >> 20):
+                    file.write(os.urandom(1 << 20))
+        return path
+
     announced = lambda key: lambda line: json.loads(line)[key][0]
     servers, results = [], []
     try:
         nbd = lambda line: f"nbd://{announced('nbd')(line)}/d"
-        servers.append(Server("thruway", [THRUWAY, "serve", "--json", "--block", f"d={disk}", "--nbd", "127.0.0.1:0"], None, nbd))
-        servers.append(Server("nbdkit", ["nbdkit", "-f", "-p", "10951", "file", disk], "nbd://127.0.0.1:10951/"))
-        servers.append(Server("qemu-nbd", ["qemu-nbd", "-f", "raw", "-p", "10952", "-t", "-e", "128", "--cache=writeback", disk], "nbd://127.0.0.1:10952/"))
+        servers.append(Server("thruway", [THRUWAY, "serve", "--json", "--block", f"d={disk('thruway')}", "--nbd", "127.0.0.1:0"], None, nbd))
+        servers.append(Server("nbdkit", ["nbdkit", "-f", "-p", "10951", "file", disk("nbdkit")], "nbd://127.0.0.1:10951/"))
+        servers.append(Server("qemu-nbd", ["qemu-nbd", "-f", "raw", "-p", "10952", "-t", "-e", "128", "--cache=writeback", disk("qemu-nbd")], "nbd://127.0.0.1:10952/"))
         config = os.path.join(folder, "nbd.conf")
-        pathlib.Path(config).write_text(f"[generic]\nport = 10953\nuser = root\ngroup = root\n[d]\nexportname = {disk}\n")
+        pathlib.Path(config).write_text(f"[generic]\nport = 10953\nuser = root\ngroup = root\n[d]\nexportname = {disk('nbd-server')}\n")
         pid_file = os.path.join(folder, "nbd.pid")
         servers.append(Server("nbd-server", ["nbd-server", "-C", config, "-p", pid_file], "nbd://127.0.0.1:10953/d", pid_file=pid_file))
         time.sleep(1)
@@ -85,10 +96,10 @@ def main():
             server.stop()
         servers = []
         url = lambda line: f"iscsi://{announced('iscsi')(line)}/iqn.2026-11.org.thruway:d/0"
-        servers.append(Server("thruway", [THRUWAY, "serve", "--json", "--block", f"d={disk}", "--iscsi", "127.0.0.1:0"], None, url))
+        servers.append(Server("thruway", [THRUWAY, "serve", "--json", "--block", f"d={disk('thruway')}", "--iscsi", "127.0.0.1:0"], None, url))
         servers.append(Server("tgt", ["tgtd", "-f", "--iscsi", "portal=127.0.0.1:3951", "-C", "7"], "iscsi://127.0.0.1:3951/iqn.t:d/1"))
         time.sleep(1)
-        for command in ["target --op new --tid 1 -T iqn.t:d", f"logicalunit --op new --tid 1 --lun 1 -b {disk}", "target --op bind --tid 1 -I ALL"]:
+        for command in ["target --op new --tid 1 -T iqn.t:d", f"logicalunit --op new --tid 1 --lun 1 -b {disk('tgt')}", "target --op bind --tid 1 -I ALL"]:
             subprocess.run(["tgtadm", "-C", "7", "--lld", "iscsi", "--mode", *command.split()], check=True)
         for title, options, connections in ISCSI:
             if ONLY in f"iSCSI: {title}":

@@ -17,9 +17,8 @@ import sys
 import tempfile
 import time
 
-TOP = pathlib.Path(__file__).resolve().parent.parent
-THRUWAY = str(TOP / "target/release/thruway")
-RUNS = int(os.environ.get("THRUWAY_BENCH_RUNS", "5"))
+from settings import RUNS, SECONDS, THRUWAY, TOP, sized
+
 GIB = 1 << 30
 rows = []
 
@@ -115,7 +114,7 @@ def stream():
         port = free_port()
         with server(["iperf3", "-s", "-1", "-p", str(port)]):
             for _ in range(100):
-                out = subprocess.run(["iperf3", "-c", "127.0.0.1", "-p", str(port), "-t", "2", "-C", "cubic", "-J"],
+                out = subprocess.run(["iperf3", "-c", "127.0.0.1", "-p", str(port), "-t", str(max(1, int(SECONDS))), "-C", "cubic", "-J"],
                                      capture_output=True, text=True)
                 # A client that comes before the server says so in its report, with or without a status.
                 received = json.loads(out.stdout or "{}").get("end", {}).get("sum_received")
@@ -129,7 +128,7 @@ def stream():
         def ours(crc=crc):
             port = free_port()
             with server([THRUWAY, "bench", "bw", "--listen", f"127.0.0.1:{port}", "--crc", crc], port):
-                row = bench("bw", "--connect", f"127.0.0.1:{port}", "--op", "write", "--crc", crc, "--seconds", "2")
+                row = bench("bw", "--connect", f"127.0.0.1:{port}", "--op", "write", "--crc", crc, "--seconds", str(SECONDS))
                 return row["bytes_per_second"] * 8 / 1e9
         compare(f"1 MiB write, CRC {crc}", ("thruway", ours), [(peer, iperf)], "Gbit/s", "more", aim)
 
@@ -167,7 +166,7 @@ def one_copy(memory):
         pieces = [(Piece * 16)(*(Piece(base + at + i * 65536, 65536) for i in range(16))) for base in (of, to)]
         calls.append(pieces)
     start, done = time.monotonic(), 0
-    while time.monotonic() - start < 1:
+    while time.monotonic() - start < SECONDS / 2:
         for local, remote in calls:
             moved = libc.process_vm_writev(child, ctypes.byref(local), 16, ctypes.byref(remote), 16, 0)
             if moved != 1 << 20:
@@ -188,7 +187,7 @@ def shm():
         port = free_port()
         with server([THRUWAY, "bench", test, "--listen", f"127.0.0.1:{port}", "--provider", "auto"], port):
             row = bench(test, "--connect", f"127.0.0.1:{port}", "--provider", "shm", "--op", op, "--size", size,
-                        "--seconds", "2", *more)
+                        "--seconds", str(SECONDS), *more)
             return row[figure]
 
     def ucx(test, size, count, figure):
@@ -208,7 +207,7 @@ def shm():
         port = free_port()
         with server(["iperf3", "-s", "-1", "-p", str(port)]):
             for _ in range(100):
-                out = subprocess.run(["iperf3", "-c", "127.0.0.1", "-p", str(port), "-t", "2", "-l", size, "-J"],
+                out = subprocess.run(["iperf3", "-c", "127.0.0.1", "-p", str(port), "-t", str(max(1, int(SECONDS))), "-l", size, "-J"],
                                      capture_output=True, text=True)
                 received = json.loads(out.stdout or "{}").get("end", {}).get("sum_received")
                 if received:
@@ -219,8 +218,8 @@ def shm():
     peer = f"ucx {version(['ucx_info', '-v'])}, posix"
     tcp = f"iperf3 {version(['iperf3', '--version'])}, TCP"
     compare("64 B send, half round trip", ("thruway", lambda: ours("lat", "64", "lat_us_p50")),
-            [(peer, lambda: ucx("tag_lat", 64, 1000000, 2))], "us", "less", 1.0)
-    for size, count in (("64K", 100000), ("1M", 10000)):
+            [(peer, lambda: ucx("tag_lat", 64, sized(1000000, 1000), 2))], "us", "less", 1.0)
+    for size, count in (("64K", sized(100000, 1000)), ("1M", sized(10000, 100))):
         length = int(size[:-1]) << (20 if size[-1] == "M" else 10)
         compare(f"{size} send", ("thruway", lambda size=size: ours("bw", size, "bytes_per_second") / 1e6),
                 [(peer, lambda length=length, count=count: ucx("tag_bw", length, count, 6) * 1.048576),
@@ -236,7 +235,7 @@ def latency():
     def ours():
         port = free_port()
         with server([THRUWAY, "bench", "lat", "--listen", f"127.0.0.1:{port}"], port):
-            return bench("lat", "--connect", f"127.0.0.1:{port}", "--op", "send", "--seconds", "2")["lat_us_p50"]
+            return bench("lat", "--connect", f"127.0.0.1:{port}", "--op", "send", "--seconds", str(SECONDS))["lat_us_p50"]
 
     def ucx():
         port = free_port()
@@ -244,7 +243,7 @@ def latency():
         with server(["env", "UCX_TLS=tcp", "UCX_NET_DEVICES=lo", "ucx_perftest", "-p", str(port), "-t", "tag_lat"]):
             for _ in range(100):
                 done = subprocess.run(["ucx_perftest", "127.0.0.1", "-p", str(port), "-t", "tag_lat", "-s", "64",
-                                       "-n", "100000"], capture_output=True, text=True, env=env)
+                                       "-n", str(sized(100000, 1000))], capture_output=True, text=True, env=env)
                 final = [l for l in done.stdout.splitlines() if l.startswith("Final:")]
                 if final:
                     return float(final[0].split()[2])
@@ -253,9 +252,9 @@ def latency():
 
     def fabric():
         port = free_port()
-        with server(["fi_pingpong", "-p", "tcp", "-e", "msg", "-B", str(port), "-I", "50000", "-S", "64"]):
+        with server(["fi_pingpong", "-p", "tcp", "-e", "msg", "-B", str(port), "-I", str(sized(50000, 500)), "-S", "64"]):
             for _ in range(100):
-                done = subprocess.run(["fi_pingpong", "-p", "tcp", "-e", "msg", "-P", str(port), "-I", "50000", "-S", "64", "127.0.0.1"],
+                done = subprocess.run(["fi_pingpong", "-p", "tcp", "-e", "msg", "-P", str(port), "-I", str(sized(50000, 500)), "-S", "64", "127.0.0.1"],
                                       capture_output=True, text=True)
                 line = [l.split() for l in done.stdout.splitlines() if l.startswith("64")]
                 if line:
@@ -287,7 +286,7 @@ def daemon(directory):
 
 
 def memory():
-    size = 16 * GIB
+    size = sized(16 * GIB, GIB >> 4)
     costs = {}
 
     def note(who, cpu):
@@ -329,7 +328,7 @@ def workspace():
 
 
 def file():
-    size = 4 * GIB
+    size = sized(4 * GIB, GIB >> 5)
     with workspace() as work, daemon(work) as (url, _), gridftp() as (port, _), sshd(work) as scp:
         source, target = work / "source", work / "target"
         with open(source, "wb") as out:
@@ -379,7 +378,7 @@ def sshd(work):
 
 
 def small():
-    count = 20_000
+    count = sized(20_000, 600)
     with workspace() as work, daemon(work) as (url, _):
         source, target = work / "source", work / "target"
         state = 1
@@ -408,7 +407,7 @@ def small():
 
 def disk():
     """One file from the disk that holds the temporary directory to the same disk, none of it cached."""
-    size = 2 * GIB
+    size = sized(2 * GIB, GIB >> 5)
     base = os.environ.get("THRUWAY_BENCH_DISK", "/var/tmp")
     with tempfile.TemporaryDirectory(prefix="thruway-bench-", dir=base) as path, daemon(path) as (url, _):
         source, target = pathlib.Path(path) / "source", pathlib.Path(path) / "target"

@@ -15,10 +15,11 @@ import subprocess
 import sys
 import tempfile
 
-from sockets import THRUWAY, TOP, Server, nginx
+from settings import THRUWAY, TOP, sized
+from sockets import Server, nginx
 
 SOURCES = TOP / "bench/fallback"
-PAIRS_MIN, PAIRS_MAX = 15, 60
+PAIRS_MIN, PAIRS_MAX = sized((15, 60), (1, 1))
 # Of the interval of the median ratio, whose confidence is 95 %.
 WIDTH_MAX = 0.06
 ACCELERATED = [THRUWAY, "run", "--"]

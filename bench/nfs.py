@@ -13,17 +13,18 @@ import subprocess
 import tempfile
 import time
 
-from servers import ONLY, SECONDS, THRUWAY, Server, compare, keep, version
+from servers import ONLY, Server, compare, keep, version
+from settings import SECONDS, THRUWAY, sized
 
 # Name, operation, bytes, depth, connections, more options.
 WORKLOADS = [
     ("4 KiB random read, depth 1", "read", "4K", 1, 1, []),
     ("4 KiB random read, depth 16", "read", "4K", 16, 1, []),
     ("4 KiB random read, 64 clients of depth 1", "read", "4K", 1, 64, ["--file-size", "1M"]),
-    ("1 MiB read, depth 4", "read", "1M", 4, 1, ["--sequential", "--file-size", "256M"]),
+    ("1 MiB read, depth 4", "read", "1M", 4, 1, ["--sequential", "--file-size", sized("256M", "16M")]),
     ("4 KiB random write, depth 16", "write", "4K", 16, 1, []),
     ("4 KiB random write, stable, depth 16", "write", "4K", 16, 1, ["--stable"]),
-    ("1 MiB write, depth 4", "write", "1M", 4, 1, ["--sequential", "--file-size", "256M"]),
+    ("1 MiB write, depth 4", "write", "1M", 4, 1, ["--sequential", "--file-size", sized("256M", "16M")]),
     ("GETATTR, depth 1", "getattr", "4K", 1, 1, []),
     ("GETATTR, depth 16", "getattr", "4K", 16, 1, []),
     ("LOOKUP, depth 16", "lookup", "4K", 16, 1, []),

@@ -17,10 +17,11 @@ import tempfile
 import time
 
 import servers
-from servers import ONLY, RUNS, SECONDS, THRUWAY, Server, compare, fio, keep, version
+from servers import ONLY, Server, compare, fio, keep, version
+from settings import RUNS, SECONDS, THRUWAY, sized
 
-SIZE = 4 << 30
-HOT = 1 << 30
+SIZE = sized(4 << 30, 1 << 26)
+HOT = sized(1 << 30, 1 << 25)
 SIZES = [("4 KiB", 4 << 10), ("16 KiB", 16 << 10), ("64 KiB", 64 << 10), ("256 KiB", 256 << 10), ("1 MiB", 1 << 20)]
 LONG = [("64 KiB", 64 << 10), ("256 KiB", 256 << 10), ("1 MiB", 1 << 20), ("4 MiB", 4 << 20)]
 # What the paced reader asks for in the interference test, in bytes a second.
@@ -29,11 +30,14 @@ PACE = 400 << 20
 
 def thruway(name, disk, options):
     address = lambda line: f"nbd://{json.loads(line)['nbd'][0]}/d"
-    return Server(f"thruway, {name}", [THRUWAY, "serve", "--json", "--block", f"d={disk}{options}", "--nbd", "127.0.0.1:0"], None, address)
+    server = Server(f"thruway, {name}", [THRUWAY, "serve", "--json", "--block", f"d={disk}{options}", "--nbd", "127.0.0.1:0"], None, address)
+    server.disk = disk
+    return server
 
 
 def nbdkit(disk):
     server = Server("nbdkit", ["nbdkit", "-f", "-p", "10951", "file", disk], "nbd://127.0.0.1:10951/")
+    server.disk = disk
     time.sleep(1)
     return server
 
@@ -46,9 +50,9 @@ def forget(disk):
     os.close(fd)
 
 
-def cold(disk, pattern, size, depth, *more):
+def cold(pattern, size, depth, *more):
     def measure(server):
-        forget(disk)
+        forget(server.disk)
         return fio(server.address, pattern, size, depth, 1, f"--size={SIZE}", *more)
 
     return measure
@@ -78,7 +82,7 @@ def memory_rate(process):
     return float(line.split()[8])
 
 
-def interference(disk, group):
+def interference(group):
     """What a memory-bound program loses to a server, and the server to it."""
     results = []
     alone, with_server, paced, pressed = [], {s.name: [] for s in group}, {s.name: [] for s in group}, {s.name: [] for s in group}
@@ -87,10 +91,10 @@ def interference(disk, group):
         for server in group[run % len(group):] + group[:run % len(group)]:
             program = memory_program()
             before = server.cpu()
-            paced[server.name].append(cold(disk, "read", 1 << 20, 4, f"--rate={PACE}")(server)[0])
+            paced[server.name].append(cold("read", 1 << 20, 4, f"--rate={PACE}")(server)[0])
             with_server[server.name].append((memory_rate(program), server.cpu() - before))
             program = memory_program()
-            pressed[server.name].append(cold(disk, "read", 1 << 20, 4)(server)[0])
+            pressed[server.name].append(cold("read", 1 << 20, 4)(server)[0])
             memory_rate(program)
     base = statistics.median(alone)
     print(f"\n| beside a memory-bound program ({base:,.0f} operations/s alone) | it keeps, reads paced to {PACE >> 20} MiB/s | paced reads | "
@@ -107,34 +111,39 @@ def interference(disk, group):
 
 def main():
     folder = tempfile.mkdtemp(prefix="thruway-bench-", dir=os.environ.get("THRUWAY_BENCH_DISK", "/var/tmp"))
-    disk, hot = os.path.join(folder, "disk.img"), os.path.join(folder, "hot.img")
     running, results = [], []
-    head = "| workload | server | requests/s | server µs/request | first ÷ server |\n|---|---|---|---|---|"
-    try:
-        for path, size in [(disk, SIZE), (hot, HOT)]:
+
+    def disk(number, size=SIZE):
+        """One of the disks of this size: servers that run at the same time have one each, as some lock theirs."""
+        path = os.path.join(folder, f"{size}-{number}.img")
+        if not os.path.exists(path):
             with open(path, "wb") as file:
                 for _ in range(size >> 20):
                     file.write(os.urandom(1 << 20))
+        return path
+
+    head = "| workload | server | requests/s | server µs/request | first ÷ server |\n|---|---|---|---|---|"
+    try:
         print(f"thruway {version([THRUWAY, '--version'])}; {version(['nbdkit', '--version'])}; {version(['fio', '--version'])}\n")
-        running = [thruway("direct", disk, ",mode=direct"), thruway("page cache", disk, ",mode=writeback"), nbdkit(disk)]
+        running = [thruway("direct", disk(0), ",mode=direct"), thruway("page cache", disk(1), ",mode=writeback"), nbdkit(disk(2))]
         if ONLY in "path":
             print(head, flush=True)
             for name, size, depth in [("4 KiB random", 4096, 32), ("64 KiB random", 64 << 10, 8), ("1 MiB", 1 << 20, 4)]:
                 pattern = "randread" if "random" in name else "read"
-                results += compare(f"path: {name} read, not cached, depth {depth}", running, cold(disk, pattern, size, depth))
+                results += compare(f"path: {name} read, not cached, depth {depth}", running, cold(pattern, size, depth))
         if ONLY in "interference":
-            results += interference(disk, running)
+            results += interference(running)
         for server in running:
             server.stop()
-        running = [thruway("in pieces of 64 KiB", disk, ",mode=direct,chunk=64K"), thruway("in pieces of 256 KiB", disk, ",mode=direct"),
-                   thruway("whole", disk, ",mode=direct,chunk=4M")]
+        running = [thruway("in pieces of 64 KiB", disk(0), ",mode=direct,chunk=64K"), thruway("in pieces of 256 KiB", disk(1), ",mode=direct"),
+                   thruway("whole", disk(2), ",mode=direct,chunk=4M")]
         if ONLY in "overlap":
             print("\n" + head, flush=True)
             for name, size in LONG:
-                results += compare(f"overlap: {name} read, not cached, depth 1", running, cold(disk, "read", size, 1))
+                results += compare(f"overlap: {name} read, not cached, depth 1", running, cold("read", size, 1))
         for server in running:
             server.stop()
-        running = [thruway("own cache", hot, ",cache=1200M"), thruway("page cache", hot, ",mode=writeback"), nbdkit(hot)]
+        running = [thruway("own cache", disk(0, HOT), ",cache=1200M"), thruway("page cache", disk(1, HOT), ",mode=writeback"), nbdkit(disk(2, HOT))]
         if ONLY in "cache":
             print("\n" + head, flush=True)
             servers.SIZE = HOT
@@ -143,7 +152,7 @@ def main():
                 results += compare(f"cache: {name} random read, all cached, depth 32", running, lambda s: fio(s.address, "randread", size, 32, 1))
         for server in running:
             server.stop()
-        running = [thruway("own cache", hot, ",cache=1200M:writeback"), thruway("page cache", hot, ",mode=writeback"), nbdkit(hot)]
+        running = [thruway("own cache", disk(0, HOT), ",cache=1200M:writeback"), thruway("page cache", disk(1, HOT), ",mode=writeback"), nbdkit(disk(2, HOT))]
         if ONLY in "cache":
             warm(running)
             for name, size in SIZES:

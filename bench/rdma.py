@@ -8,9 +8,8 @@ import subprocess
 import sys
 import time
 
-TOP = pathlib.Path(__file__).resolve().parent.parent
-THRUWAY = str(TOP / "target/release/thruway")
-RUNS = int(os.environ.get("THRUWAY_BENCH_RUNS", "5"))
+from settings import RUNS, THRUWAY, TOP
+
 ADDRESS = "10.0.0.254"
 DEPTH = 64
 

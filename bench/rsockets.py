@@ -10,9 +10,8 @@ import sys
 import tempfile
 import time
 
-TOP = pathlib.Path(__file__).resolve().parent.parent
-THRUWAY = str(TOP / "target/release/thruway")
-RUNS = int(os.environ.get("THRUWAY_BENCH_RUNS", "5"))
+from settings import RUNS, THRUWAY, TOP
+
 ADDRESS = "10.0.0.254"
 LIBRARY = "/usr/lib/x86_64-linux-gnu/rsocket/librspreload.so"
 # NetPIPE's options: the size, the number of messages, and -s for one direction.

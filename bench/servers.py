@@ -9,13 +9,13 @@ import statistics
 import subprocess
 import time
 
-TOP = pathlib.Path(__file__).resolve().parent.parent
-THRUWAY = str(TOP / "target/release/thruway")
-RUNS = int(os.environ.get("THRUWAY_BENCH_RUNS", "5"))
-SECONDS = float(os.environ.get("THRUWAY_BENCH_SECONDS", "2"))
+from settings import RUNS, SECONDS, THRUWAY, TOP, sized
+
 ONLY = os.environ.get("THRUWAY_BENCH_ONLY", "")
-SIZE = 1 << 30
+SIZE = sized(1 << 30, 1 << 26)
 TICK = os.sysconf("SC_CLK_TCK")
+# iscsi-perf prints an average each second.
+ISCSI_SECONDS = max(2, int(SECONDS))
 
 
 class Server:
@@ -73,7 +73,7 @@ def fio(uri, pattern, size, depth, jobs, *more):
     """
     start = time.monotonic()
     command = ["fio", "--name=b", "--ioengine=nbd", f"--uri={uri}", f"--rw={pattern}", f"--bs={size}", f"--iodepth={depth}",
-               f"--numjobs={jobs}", f"--size={SIZE}", f"--runtime={SECONDS}", "--time_based", "--group_reporting", "--output-format=json",
+               f"--numjobs={jobs}", f"--size={SIZE}", f"--runtime={int(1000 * SECONDS)}ms", "--time_based", "--group_reporting", "--output-format=json",
                "--rwmixread=70", "--norandommap", "--randrepeat=0", *more]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
@@ -95,11 +95,11 @@ def fio(uri, pattern, size, depth, jobs, *more):
 
 
 def iscsi_perf(url, options, connections):
-    command = ["iscsi-perf", *options, "-t", str(max(2, int(SECONDS))), url]
+    command = ["iscsi-perf", *options, "-t", str(ISCSI_SECONDS), url]
     started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(connections)]
     averages = [re.findall(r"iops average (\d+)", process.communicate()[0])[-1] for process in started]
     rate = sum(map(int, averages))
-    return rate, rate * max(2, int(SECONDS))
+    return rate, rate * ISCSI_SECONDS
 
 
 def compare(title, servers, measure):

@@ -11,9 +11,7 @@ import sys
 import tempfile
 import time
 
-TOP = pathlib.Path(__file__).resolve().parent.parent
-THRUWAY = str(TOP / "target/release/thruway")
-RUNS = int(os.environ.get("THRUWAY_BENCH_RUNS", "5"))
+from settings import RUNS, SECONDS, THRUWAY, sized
 
 PING = """
 import socket, sys, time
@@ -108,7 +106,7 @@ server {{ listen 127.0.0.1:{port}; root {directory}/html; }} }}""")
 
 def wrk(path, connections):
     def client(ways, port):
-        args = ["wrk", "-t1", f"-c{connections}", "-d2", f"http://127.0.0.1:{port}/{path}"]
+        args = ["wrk", "-t1", f"-c{connections}", f"-d{max(1, int(SECONDS))}", f"http://127.0.0.1:{port}/{path}"]
         return float(run(ways, args, r"Requests/sec: +([0-9.]+)"))
 
     return client
@@ -116,7 +114,7 @@ def wrk(path, connections):
 
 def iperf(size):
     def client(ways, port):
-        out = run(ways, ["iperf3", "-c", "127.0.0.1", "-p", str(port), "-t", "2", "-l", size, "-f", "M"], r"([0-9.]+) MBytes/sec +receiver")
+        out = run(ways, ["iperf3", "-c", "127.0.0.1", "-p", str(port), "-t", str(max(1, int(SECONDS))), "-l", size, "-f", "M"], r"([0-9.]+) MBytes/sec +receiver")
         return float(out) * 1048576
 
     return client
@@ -124,7 +122,7 @@ def iperf(size):
 
 def ping(size):
     def client(ways, port):
-        return float(run(ways, ["/usr/bin/python3", "-c", PING, str(port), str(size), "1"], r"[0-9.]+"))
+        return float(run(ways, ["/usr/bin/python3", "-c", PING, str(port), str(size), str(SECONDS / 2)], r"[0-9.]+"))
 
     return client
 
@@ -145,9 +143,9 @@ def measure(directory):
         ("round trips of 64 KiB, Python", pong, ping(65536), "round trips"),
         ("iperf3, writes of 64 KiB", iperf_server, iperf("64K"), "bytes"),
         ("iperf3, writes of 1 MiB", iperf_server, iperf("1M"), "bytes"),
-        ("redis GET, 1 connection", redis, redis_client("-n", "50000", "-c", "1"), "requests"),
-        ("redis GET, 50 connections", redis, redis_client("-n", "200000", "-c", "50"), "requests"),
-        ("redis GET, 50 connections, 16 at a time", redis, redis_client("-n", "1000000", "-c", "50", "-P", "16"), "requests"),
+        ("redis GET, 1 connection", redis, redis_client("-n", sized("50000", "1000"), "-c", "1"), "requests"),
+        ("redis GET, 50 connections", redis, redis_client("-n", sized("200000", "5000"), "-c", "50"), "requests"),
+        ("redis GET, 50 connections, 16 at a time", redis, redis_client("-n", sized("1000000", "5000"), "-c", "50", "-P", "16"), "requests"),
         ("nginx, 1,000 bytes, wrk with 1 connection", nginx(directory), wrk("small", 1), "requests"),
         ("nginx, 1,000 bytes, wrk with 20", nginx(directory), wrk("small", 20), "requests"),
         ("nginx, 100,000 bytes, wrk with 20", nginx(directory), wrk("large", 20), "requests"),
