@@ -129,15 +129,16 @@ fn versions_of<'a>(operation: &'a Operation, case: &'a Case) -> &'a [u32] {
 
 #[test]
 fn every_case_of_the_table_has_the_result_that_the_rfc_asks_for() {
-    let lab = Lab::new();
-    let (dir, state) = (lab.mkdir("shared"), lab.path("state"));
-    // Clients at 127.0.0.2 may only read.
-    let rules = "squash=none,allow=127.0.0.2+ro|127.0.0.1";
-    let shares = [format!("d={},{rules}", text(&dir)), format!("m=mem:64M,{rules}")];
-    let args = ["--quiet", "--share", &shares[0], "--share", &shares[1], "--nfs", "127.0.0.1:0"];
-    let daemon = Disks::serve(&[&args[..], &["--state", text(&state)]].concat());
     let table = table();
+    // A daemon for each: what clients of a host have had others wait for decides whether they get delegations.
     let of_pair = &|minor: u32, share: &str| {
+        let lab = Lab::new();
+        let (dir, state) = (lab.mkdir("shared"), lab.path("state"));
+        // Clients at 127.0.0.2 may only read.
+        let rules = "squash=none,allow=127.0.0.2+ro|127.0.0.1";
+        let shares = [format!("d={},{rules}", text(&dir)), format!("m=mem:64M,{rules}")];
+        let args = ["--quiet", "--share", &shares[0], "--share", &shares[1], "--nfs", "127.0.0.1:0"];
+        let daemon = Disks::serve(&[&args[..], &["--state", text(&state)]].concat());
         let cases = table.operation.iter().flat_map(|op| op.case.iter().map(move |case| (op, case)));
         let cases: Vec<_> = cases.filter(|(op, case)| versions_of(op, case).contains(&minor)).collect();
         let names: BTreeSet<&str> = cases.iter().map(|(_, case)| &*case.case).collect();
@@ -152,7 +153,9 @@ fn every_case_of_the_table_has_the_result_that_the_rfc_asks_for() {
             let (name, status) = (&case.case, name_of(found[&*case.case]));
             format!("4.{minor} of '{share}': {}: {name}: {status}, not {}", op.name, case.result)
         });
-        wrong.collect::<Vec<_>>()
+        let wrong: Vec<String> = wrong.collect();
+        daemon.stop();
+        wrong
     };
     let wrong: Vec<String> = std::thread::scope(|scope| {
         let pairs = (0..=2).flat_map(|minor| ["d", "m"].map(|share| (minor, share)));
@@ -160,7 +163,6 @@ fn every_case_of_the_table_has_the_result_that_the_rfc_asks_for() {
         running.into_iter().flat_map(|pair| pair.join().unwrap()).collect()
     });
     assert!(wrong.is_empty(), "\n{}", wrong.join("\n"));
-    daemon.stop();
 }
 
 /// Calls each operation number that the table does not list as served in a minor version, and expects an error.

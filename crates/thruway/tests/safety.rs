@@ -1211,24 +1211,26 @@ fn attributes_that_one_attempt_could_not_keep_are_told_by_the_next() {
     let lab = Lab::new();
     let source = lab.mkdir("source");
     write(source.join("a-small"), "content");
-    fs::write(source.join("b-large"), noise(24 << 20, 1)).unwrap();
+    for (name, seed) in [("b-large", 1), ("c-large", 2), ("d-large", 3), ("e-large", 4)] {
+        fs::write(source.join(name), noise(6 << 20, seed)).unwrap();
+    }
     for name in ["a-small", "b-large"] {
         let mut set = Command::new("setfattr");
         set.args(["-n", "user.origin", "-v", "http://x"]).arg(source.join(name));
         assert!(set.status().unwrap().success());
     }
-    // ramfs has no attributes of users. The first attempt is killed when the small file is in place.
+    // ramfs has no attributes of users. The first attempt is killed when two files are in place.
     let target = lab.mkdir("ramfs");
     let script = "mount -t ramfs none \"$1\" || exit 9
-        \"$0\" cp --quiet --bwlimit 8M -rp \"$2\"/ \"$1\"/ 2>/dev/null & first=$!
-        until [ -e \"$1\"/a-small ]; do kill -0 $first || exit 8; done
-        kill -9 $first; wait $first
+        strace -f -qq -o /dev/null -e trace=renameat2 -e inject=renameat2:signal=KILL:when=3 \
+            \"$0\" cp --quiet -rp \"$2\"/ \"$1\"/ 2>/dev/null && exit 8
+        [ \"$(ls \"$1\" | wc -l)\" = 2 ] || exit 4
         \"$0\" cp --json -rp \"$2\"/ \"$1\"/ && exit 7
         # What has been told is still known, and nothing is sent again, the next time either.
         for again in 1 2; do
             \"$0\" cp --json -rp \"$2\"/ \"$1\"/ 2>/dev/null | grep -q '\"bytes\":0,' || exit 5
         done
-        cmp \"$1\"/a-small \"$2\"/a-small && cmp \"$1\"/b-large \"$2\"/b-large || exit 6";
+        for file in \"$2\"/*; do cmp \"$1\"/${file##*/} \"$file\" || exit 6; done";
     let out = Command::new("unshare")
         .args(["--mount", "bash", "-c", script, THRUWAY])
         .args([&target, &source])
@@ -1237,7 +1239,7 @@ fn attributes_that_one_attempt_could_not_keep_are_told_by_the_next() {
         .unwrap();
     assert!(out.status.success(), "{:?}: {}", out.status, stderr(&out));
     assert!(stderr(&out).contains("not supported by the destination"), "{}", stderr(&out));
-    assert!(parse(&out)["resumed_bytes"].as_u64().unwrap() > 0, "the small file was not sent again");
+    assert!(parse(&out)["resumed_bytes"].as_u64().unwrap() > 0, "what was in place was not sent again");
 }
 
 #[test]

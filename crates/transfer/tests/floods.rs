@@ -14,15 +14,15 @@ use thruway_transfer::auth::KeyPair;
 use thruway_transfer::wire::*;
 
 /// Bytes of one flood.
-const FLOOD: usize = 24 << 20;
+const FLOOD: usize = 32 << 20;
 /// Messages of one flood.
 const MESSAGES: u64 = 20_000;
 /// Records or pieces of one flood.
 const RECORDS: u64 = 3_000;
 /// Ends of files of one flood. With 1,024 of files that have not begun, the daemon reads no more, and sending waits for a minute.
 const ENDS: u64 = 1_500;
-/// Bytes by which the daemon may grow during a flood.
-const GROWTH: u64 = 16 << 20;
+/// Bytes by which the daemon may grow during a flood: less than that flood. A session that is slow may use all blocks of its pool.
+const GROWTH: u64 = 28 << 20;
 /// Descriptors that a session may add.
 const DESCRIPTORS: usize = 64;
 
