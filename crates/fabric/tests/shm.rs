@@ -5,6 +5,7 @@ mod conformance;
 use conformance::Lab;
 use std::io::{BufRead, BufReader};
 use std::net::SocketAddr;
+use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
 use thruway_fabric::messages::{MessageListener, Messages};
@@ -76,12 +77,23 @@ fn rings_go_with_the_connection() {
 const CHILD: &str = "THRUWAY_SHM_CHILD";
 
 fn child(what: &str) -> (Child, SocketAddr) {
-    let mut command = Command::new(std::env::current_exe().unwrap());
-    let child = command.args(["--exact", "the_other_process", "--nocapture"]).env(CHILD, what).stdout(Stdio::piped());
-    if what == "as another user" {
-        child.uid(65534);
-    }
-    let mut child = child.spawn().unwrap();
+    let program = std::env::current_exe().unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    let mut command = if what == "as another user" {
+        // That user may be unable to search the directories above this program.
+        let copy = dir.path().join("shm");
+        if std::fs::hard_link(&program, &copy).is_err() {
+            std::fs::copy(program, &copy).unwrap();
+        }
+        std::fs::set_permissions(dir.path(), std::fs::Permissions::from_mode(0o755)).unwrap();
+        let mut command = Command::new(copy);
+        command.current_dir("/").uid(65534);
+        command
+    } else {
+        Command::new(program)
+    };
+    command.args(["--exact", "the_other_process", "--nocapture"]).env(CHILD, what).stdout(Stdio::piped());
+    let mut child = command.spawn().unwrap();
     let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
     let addr = lines.find_map(|line| line.unwrap().strip_prefix("listening on ").map(|addr| addr.parse().unwrap()));
     // The rest goes on being read: it must not wait for room.
