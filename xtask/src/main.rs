@@ -392,8 +392,7 @@ fn sanitize() -> Result<(), String> {
     }
     let args = "+nightly test --quiet --target x86_64-unknown-linux-gnu --target-dir target/sanitize --lib --tests \
                 -p thruway-memory -p thruway-tcp -p thruway-iwarp -p thruway-fabric -p thruway-engine -p thruway-fs \
-                -p thruway-server -p thruway-rpc -p thruway-nfs -p thruway-transfer -p thruway-block -p thruway-sockets \
-                -p thruway-streams";
+                -p thruway-server -p thruway-block -p thruway-sockets -p thruway-streams";
     let args: Vec<&str> = args.split_whitespace().collect();
     let vars = [("RUSTFLAGS", "-Zsanitizer=address"), ("THRUWAY_SANITIZED", "1")];
     run_with("tests under AddressSanitizer", "cargo", &args, &vars)
