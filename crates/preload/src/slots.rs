@@ -119,8 +119,6 @@ pub(crate) struct Slot {
     pub(crate) is_foreign: AtomicBool,
     /// The other end, on this host, is another user's.
     pub(crate) is_others: AtomicBool,
-    /// The program has registered it for one event (`EPOLLONESHOT`) since a process was last told of one.
-    pub(crate) is_armed: AtomicBool,
     /// A process has been forked that had it, too.
     pub(crate) was_shared: AtomicBool,
     /// Directions that the program has shut down: 1 receiving, 2 sending.
@@ -379,7 +377,6 @@ pub(crate) fn add(fd: i32, forks: u32, is_accepted: bool) {
     for counter in [&slot.calls, &slot.looked_at, &slot.returns_since, &slot.returned_for] {
         counter.store(0, Ordering::Relaxed);
     }
-    slot.is_armed.store(true, Ordering::Relaxed);
     for flag in [
         &slot.is_asynchronous,
         &slot.has_told_reset,

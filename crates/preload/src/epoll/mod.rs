@@ -386,8 +386,6 @@ pub(crate) unsafe fn control(
     }
     let Ok(mut guard) = instance.lock.lock() else { return plain() };
     let _expected = (operation == libc::EPOLL_CTL_ADD).then(|| Expected::new(instance, connection));
-    // Before the kernel gives the event to another process.
-    slots::slot(connection).is_armed.store(true, Ordering::SeqCst);
     let result = instance.change_for_all(connection, plain);
     if result != 0 {
         let error = data::errno();
@@ -972,11 +970,7 @@ fn correct(instance: &Instance, events: &mut [epoll_event], before: usize) -> Ke
             && is_one_shot(&state.registrations[at as usize])
         {
             let ep = instance.ep.load(Ordering::Relaxed);
-            let one = &mut state.registrations[at as usize];
-            events_now = one.one_shot(ep, events_now);
-            if events_now != 0 && !one.take() && instance.others.load(Ordering::SeqCst) != ALONE {
-                events_now = 0;
-            }
+            events_now = state.registrations[at as usize].one_shot(ep, events_now);
         } else if let Some(at) = at
             && slots::slot(state.registrations[at as usize].number).is_accelerated()
         {

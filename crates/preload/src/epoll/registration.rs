@@ -169,14 +169,6 @@ impl Registration {
         events
     }
 
-    /// Takes the one event that it is good for. False if another process has taken it. A process that has the kernel report unread bytes
-    /// registers the connection again, and the kernel may have given the event to another process just before.
-    pub(super) fn take(&self) -> bool {
-        // With several instances, the mark may be another one's.
-        let is_its_own = slots::local(self.number).registrations.load(Ordering::SeqCst) == 1;
-        !is_its_own || slots::slot(self.number).is_armed.swap(false, Ordering::SeqCst)
-    }
-
     /// Whether the program has been told of all that the ring has.
     pub(super) fn is_told(&self, slot: &Slot) -> bool {
         match slot.receiving() {
