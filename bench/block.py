@@ -1,4 +1,4 @@
-"""One disk, in memory or on tmpfs, served by Thruway and by its peers: NBD (nbdkit, qemu-nbd, nbd-server) and iSCSI (tgt).
+"""A disk on tmpfs for each server, Thruway and its peers: NBD (nbdkit, qemu-nbd, nbd-server) and iSCSI (tgt).
 
 Servers take turns at each workload. fio drives NBD, iscsi-perf drives iSCSI. Processor time is the server's, by the
 kernel's accounts.
@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 
-from servers import ONLY, SIZE, Server, compare, fio, iscsi_perf, keep, version
+from servers import ONLY, SIZE, Server, compare, fio, iscsi_perf, keep, random_disk, version
 from settings import THRUWAY, sized
 
 # Name, pattern, bytes, depth, connections.
@@ -55,25 +55,16 @@ def idle(server, clients):
 
 def main():
     folder = tempfile.mkdtemp(prefix="thruway-bench-", dir="/dev/shm")
-
-    def disk(server):
-        """A disk of the server's own: some servers lock theirs."""
-        path = os.path.join(folder, f"{server}.img")
-        if not os.path.exists(path):
-            with open(path, "wb") as file:
-                for _ in range(SIZE >> 20):
-                    file.write(os.urandom(1 << 20))
-        return path
-
+    disk = lambda number: random_disk(os.path.join(folder, f"{number}.img"), SIZE)
     announced = lambda key: lambda line: json.loads(line)[key][0]
     servers, results = [], []
     try:
         nbd = lambda line: f"nbd://{announced('nbd')(line)}/d"
-        servers.append(Server("thruway", [THRUWAY, "serve", "--json", "--block", f"d={disk('thruway')}", "--nbd", "127.0.0.1:0"], None, nbd))
-        servers.append(Server("nbdkit", ["nbdkit", "-f", "-p", "10951", "file", disk("nbdkit")], "nbd://127.0.0.1:10951/"))
-        servers.append(Server("qemu-nbd", ["qemu-nbd", "-f", "raw", "-p", "10952", "-t", "-e", "128", "--cache=writeback", disk("qemu-nbd")], "nbd://127.0.0.1:10952/"))
+        servers.append(Server("thruway", [THRUWAY, "serve", "--json", "--block", f"d={disk(0)}", "--nbd", "127.0.0.1:0"], None, nbd))
+        servers.append(Server("nbdkit", ["nbdkit", "-f", "-p", "10951", "file", disk(1)], "nbd://127.0.0.1:10951/"))
+        servers.append(Server("qemu-nbd", ["qemu-nbd", "-f", "raw", "-p", "10952", "-t", "-e", "128", "--cache=writeback", disk(2)], "nbd://127.0.0.1:10952/"))
         config = os.path.join(folder, "nbd.conf")
-        pathlib.Path(config).write_text(f"[generic]\nport = 10953\nuser = root\ngroup = root\n[d]\nexportname = {disk('nbd-server')}\n")
+        pathlib.Path(config).write_text(f"[generic]\nport = 10953\nuser = root\ngroup = root\n[d]\nexportname = {disk(3)}\n")
         pid_file = os.path.join(folder, "nbd.pid")
         servers.append(Server("nbd-server", ["nbd-server", "-C", config, "-p", pid_file], "nbd://127.0.0.1:10953/d", pid_file=pid_file))
         time.sleep(1)
@@ -96,10 +87,10 @@ def main():
             server.stop()
         servers = []
         url = lambda line: f"iscsi://{announced('iscsi')(line)}/iqn.2026-11.org.thruway:d/0"
-        servers.append(Server("thruway", [THRUWAY, "serve", "--json", "--block", f"d={disk('thruway')}", "--iscsi", "127.0.0.1:0"], None, url))
+        servers.append(Server("thruway", [THRUWAY, "serve", "--json", "--block", f"d={disk(0)}", "--iscsi", "127.0.0.1:0"], None, url))
         servers.append(Server("tgt", ["tgtd", "-f", "--iscsi", "portal=127.0.0.1:3951", "-C", "7"], "iscsi://127.0.0.1:3951/iqn.t:d/1"))
         time.sleep(1)
-        for command in ["target --op new --tid 1 -T iqn.t:d", f"logicalunit --op new --tid 1 --lun 1 -b {disk('tgt')}", "target --op bind --tid 1 -I ALL"]:
+        for command in ["target --op new --tid 1 -T iqn.t:d", f"logicalunit --op new --tid 1 --lun 1 -b {disk(1)}", "target --op bind --tid 1 -I ALL"]:
             subprocess.run(["tgtadm", "-C", "7", "--lld", "iscsi", "--mode", *command.split()], check=True)
         for title, options, connections in ISCSI:
             if ONLY in f"iSCSI: {title}":

@@ -2,7 +2,7 @@
 requests in pieces and whole, our cache and the page cache, each beside nbdkit (Koukis 2010, figures 3.8 to 3.11 and
 chapter 4; Ren 2015, figures 5-9 to 5-11).
 
-The disk is a file on a real one (`THRUWAY_BENCH_DISK`, default /var/tmp); nothing of it is in the page cache at the
+Each server has a disk: a file on a real one (`THRUWAY_BENCH_DISK`, default /var/tmp); nothing of it is in the page cache at the
 beginning of a run, except where that is what is measured.
 """
 
@@ -17,7 +17,7 @@ import tempfile
 import time
 
 import servers
-from servers import ONLY, Server, compare, fio, keep, version
+from servers import ONLY, Server, compare, fio, keep, random_disk, version
 from settings import RUNS, SECONDS, THRUWAY, sized
 
 SIZE = sized(4 << 30, 1 << 26)
@@ -112,16 +112,7 @@ def interference(group):
 def main():
     folder = tempfile.mkdtemp(prefix="thruway-bench-", dir=os.environ.get("THRUWAY_BENCH_DISK", "/var/tmp"))
     running, results = [], []
-
-    def disk(number, size=SIZE):
-        """One of the disks of this size: servers that run at the same time have one each, as some lock theirs."""
-        path = os.path.join(folder, f"{size}-{number}.img")
-        if not os.path.exists(path):
-            with open(path, "wb") as file:
-                for _ in range(size >> 20):
-                    file.write(os.urandom(1 << 20))
-        return path
-
+    disk = lambda number, size=SIZE: random_disk(os.path.join(folder, f"{size}-{number}.img"), size)
     head = "| workload | server | requests/s | server µs/request | first ÷ server |\n|---|---|---|---|---|"
     try:
         print(f"thruway {version([THRUWAY, '--version'])}; {version(['nbdkit', '--version'])}; {version(['fio', '--version'])}\n")

@@ -1,8 +1,6 @@
 """Operations over Linux's soft-RoCE (rxe), in a guest, by `thruway bench --provider verbs` and by perftest."""
 
 import json
-import os
-import pathlib
 import statistics
 import subprocess
 import sys

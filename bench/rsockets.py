@@ -2,7 +2,6 @@
 librspreload, and by `thruway run --remote` through a relay. Both ends are on one host: a device of the kernel's has one address."""
 
 import json
-import os
 import pathlib
 import statistics
 import subprocess

@@ -65,6 +65,15 @@ class Server:
             self.process.wait()
 
 
+def random_disk(path, size):
+    """A file with random content, made if it is not there. Servers that run at the same time have one each, as some lock theirs."""
+    if not os.path.exists(path):
+        with open(path, "wb") as file:
+            for _ in range(size >> 20):
+                file.write(os.urandom(1 << 20))
+    return path
+
+
 def fio(uri, pattern, size, depth, jobs, *more):
     """Requests a second, and how many there were; nothing if the server does not finish.
 

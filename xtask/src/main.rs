@@ -21,7 +21,7 @@ cargo xtask TASK
   check         format, lints, documentation, links, spelling, plain English, licences
   words [record]  unusual phrases in comments and pages by crate, and the worst lines; `record` keeps values that have fallen
   unit          unit and integration tests
-  sanitize      the libraries' tests under AddressSanitizer, leaks included (needs a nightly toolchain)
+  sanitize      tests of libraries with unsafe code under AddressSanitizer, leaks included (needs a nightly toolchain)
   loom          what threads share in the fabric, in every order in which they can do it
   miri          tests of what does no input or output, under Miri (a quarter of an hour; needs a nightly toolchain)
   soak MINUTES  disks in use while the daemon is killed again and again, and programs on disks that fail, from new seeds

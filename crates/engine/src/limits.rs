@@ -53,6 +53,7 @@ pub fn thread_error(error: &std::io::Error) -> std::io::Error {
 
 /// Remedy for an error caused by a resource limit, to be appended to the error message. Recognises the error by its number in the text.
 pub fn remedy(error: &str) -> Option<&'static str> {
+    // The message has its remedy.
     if error.contains("(ulimit ") {
         return None;
     }

@@ -236,10 +236,10 @@ pub(crate) fn before_another_program() {
     slots::each(|number, fd| _ = data::answer_peer(slots::slot(number), fd));
 }
 
-/// While this lives, other threads of this process wait that are about to have the same connection go by plain TCP.
+/// Excludes other threads of this process while one returns a connection to plain TCP.
 struct Leaving(&'static AtomicU32);
 
-/// Longest time that a thread waits for another one in [`Leaving::new`]. That one may have jumped out of the call by a signal handler.
+/// Limit of the wait for another thread in [`Leaving::new`]. A signal handler may have left that call by `longjmp`.
 const LEAVING_MAX: Duration = Duration::from_secs(5);
 
 impl Leaving {
@@ -265,12 +265,12 @@ impl Leaving {
 
 impl Drop for Leaving {
     fn drop(&mut self) {
-        self.0.store(0, Ordering::SeqCst);
+        // Another thread may have it after [`LEAVING_MAX`].
+        let _ = self.0.compare_exchange(lock::thread(), 0, Ordering::SeqCst, Ordering::SeqCst);
     }
 }
 
-/// Something that knows nothing of rings will have a descriptor of this connection.
-/// `is_read`: and will read it.
+/// Another process, or the kernel, gets a descriptor of this connection. `is_read`: it may read from it.
 pub(crate) fn hand_over(number: u32, fd: c_int, is_read: bool) {
     let _leaving = Leaving::new(number);
     let slot = slots::slot(number);
@@ -281,7 +281,7 @@ pub(crate) fn hand_over(number: u32, fd: c_int, is_read: bool) {
     stays(slot, fd, Reason::Shared, &", from here on");
     let left = if is_read { data::demote_for_reading(slot, fd) } else { data::demote(slot, fd) };
     if left > 0 && is_read {
-        // It would miss bytes without a sign. So that it does not, it has none.
+        // Its reader would miss bytes without an error.
         crate::report::tell(
             fd,
             &format_args!("reset: the program that has been given it would have missed {left} bytes"),
@@ -290,9 +290,9 @@ pub(crate) fn hand_over(number: u32, fd: c_int, is_read: bool) {
     }
 }
 
-/// The program is about to read a connection by calls that are not seen.
+/// Before the program reads a connection by calls without hooks.
 pub(crate) fn leave_reading(number: u32, fd: c_int) {
-    // The connection is marked before it goes by plain TCP.
+    // `hand_over` sets `is_foreign` before the connection has returned to TCP.
     let _leaving = Leaving::new(number);
     if !slots::slot(number).is_foreign.load(Ordering::Relaxed) {
         hand_over(number, fd, true);

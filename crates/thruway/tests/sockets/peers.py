@@ -40,7 +40,7 @@ def listen():
 
 
 def wants_more_calls():
-    """With `SLOW=relayed`, until a relay has connected both ends: then this process has their memory."""
+    """With `SLOW=relayed`: true until a relay has connected both ends. Then this process has mapped their memory."""
     if os.environ.get("SLOW") != "relayed":
         return False
     with open("/proc/self/maps") as maps:
@@ -48,10 +48,11 @@ def wants_more_calls():
 
 
 def greet(sock, is_first):
-    """Calls enough for both ends to find each other: the first end says which is the last, and the other end whether it wants more."""
+    """Calls enough for both ends to find each other. The first end marks its last call; the other end asks for more calls by its reply."""
     turns, is_last, reply = 0, False, b"again"
     while not is_last:
         turns += 1
+        assert turns < 3000, "no relay has connected both ends"
         if is_first:
             # A relay takes some time for that.
             time.sleep(0.02 if "SLOW" in os.environ else 0)

@@ -55,7 +55,7 @@ pub(crate) fn run(program: &str, args: &[&str]) -> Output {
     Command::new(program).args(args).stdin(Stdio::null()).output().unwrap_or_else(|e| panic!("{program}: {e}"))
 }
 
-/// Runs a program that must succeed; what it says.
+/// Runs a program that must succeed. Returns its output.
 pub(crate) fn ok(program: &str, args: &[&str]) -> String {
     let output = run(program, args);
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
