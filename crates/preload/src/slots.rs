@@ -91,14 +91,11 @@ pub(crate) struct Slot {
     pub(crate) sleepers: AtomicU32,
     /// Those of them that do not wait for the connection's waker.
     pub(crate) deaf_sleepers: AtomicU32,
-    /// The program wants a signal when something comes (`O_ASYNC`): the kernel sends it for doorbells.
-    pub(crate) is_asynchronous: AtomicBool,
     /// Calls that have sent or received, and their bytes.
     pub(crate) calls: AtomicU32,
     pub(crate) bytes: AtomicU64,
-    /// What they count towards acceleration, and the direction of the last one.
+    /// What they count towards acceleration.
     pub(crate) counted: AtomicU32,
-    pub(crate) direction: AtomicU8,
     /// After how many it is accelerated, and the port of the service, of which that depends; 0: not known yet.
     pub(crate) threshold: AtomicU32,
     /// A call that does not wait has found no room in the ring, and what waits for readiness waits until there is some: see
@@ -128,6 +125,12 @@ pub(crate) struct Slot {
     /// What the program has set; what is set is another thing while accelerated.
     pub(crate) no_delay: AtomicBool,
     pub(crate) cork: AtomicBool,
+    /// The program wants a signal when something comes (`O_ASYNC`): the kernel sends it for doorbells.
+    pub(crate) is_asynchronous: AtomicBool,
+    /// Why it is not accelerated: a number of [`crate::report::Reason`], from 1 on.
+    pub(crate) reason: AtomicU8,
+    /// Direction of the last call.
+    pub(crate) direction: AtomicU8,
     /// An error of the connection that comes behind what is in the ring.
     pub(crate) error: AtomicI32,
     /// When the peer was last looked for, in milliseconds of the coarse clock.
@@ -136,14 +139,13 @@ pub(crate) struct Slot {
     pub(crate) returns_since: AtomicU32,
     /// Total time that non-blocking calls have waited for returned bytes, in milliseconds.
     pub(crate) returned_for: AtomicU32,
-    /// Of the last calls that received: their number, their bytes, and how often doorbells were discarded.
+    /// Calls that received since the last check of doorbells, and their bytes.
     pub(crate) received: AtomicU32,
-    pub(crate) received_bytes: AtomicU64,
-    pub(crate) rung: AtomicU32,
+    pub(crate) received_bytes: AtomicU32,
+    /// Doorbells discarded until that check, modulo 2^32.
+    pub(crate) discarded: AtomicU32,
     /// How often looking again and again has paid, lately.
     pub(crate) luck: AtomicI32,
-    /// Why it is not accelerated: a number of [`crate::report::Reason`], from 1 on.
-    pub(crate) reason: AtomicU8,
     next: AtomicU32,
     upgrade: UnsafeCell<Upgrade>,
     segment: UnsafeCell<Option<Segment>>,
@@ -178,7 +180,7 @@ pub(crate) struct Local {
     pub(crate) room: AtomicI32,
     /// Which of this process's connections to relays it was handed over by (see [`crate::relay`]); 0: none.
     pub(crate) relay: AtomicU32,
-    /// The thread that has the connection go by plain TCP for something that is not seen, or 0 (see [`crate::process::hand_over`]).
+    /// The thread that returns the connection to plain TCP in [`crate::process::hand_over`], or 0.
     pub(crate) leaving: AtomicU32,
     /// Address of the segment in this process, or 0 if it is not mapped here. A process that was forked before the segment was mapped shares
     /// the slot, but must not use the address in it.
@@ -400,7 +402,7 @@ pub(crate) fn add(fd: i32, forks: u32, is_accepted: bool) {
     slot.bytes.store(0, Ordering::Relaxed);
     slot.received.store(0, Ordering::Relaxed);
     slot.received_bytes.store(0, Ordering::Relaxed);
-    slot.rung.store(0, Ordering::Relaxed);
+    slot.discarded.store(0, Ordering::Relaxed);
     slot.counted.store(0, Ordering::Relaxed);
     slot.threshold.store(crate::SETTINGS.get().map_or(0, |settings| settings.after_calls), Ordering::Relaxed);
     slot.service.store(0, Ordering::Relaxed);

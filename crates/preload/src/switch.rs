@@ -84,30 +84,33 @@ pub(crate) fn after_ring_call(slot: &Slot) {
     slot.counted.store(counted.saturating_add(WHOLE), Ordering::Relaxed);
 }
 
-/// Calls that receive between two checks of their doorbells. A connection goes back to TCP if [`RUNG_IN_FOUR`] of four calls were rung for
-/// and their mean length is below [`SMALL`].
+/// Calls that receive between two checks of their doorbells. A connection goes back to TCP if there were [`RUNG_IN_FOUR`] doorbells for four
+/// calls, and the calls' mean length is below [`SMALL`].
 const WEIGHED: u32 = 256;
 const RUNG_IN_FOUR: u32 = 3;
-const SMALL: u64 = 4096;
+const SMALL: u32 = 4096;
 
 /// After a call that received on an accelerated connection. If only doorbells wake the program, a small message costs more than by TCP: the
 /// doorbell takes the same system calls as the message.
 #[inline]
 pub(crate) fn weigh(number: u32, fd: i32, bytes: usize) {
     let slot = slots::slot(number);
-    let sum = slot.received_bytes.fetch_add(bytes as u64, Ordering::Relaxed) + bytes as u64;
+    let bytes = bytes.min((SMALL * WEIGHED) as usize) as u32;
+    let sum = slot.received_bytes.fetch_add(bytes, Ordering::Relaxed).saturating_add(bytes);
     if slot.received.fetch_add(1, Ordering::Relaxed) + 1 < WEIGHED {
         return;
     }
+    // If another thread reads, the next call checks.
+    let Some(discarded) = slot.try_receiving().map(|receiving| receiving.reader.discarded() as u32) else { return };
     slot.received.store(0, Ordering::Relaxed);
     slot.received_bytes.store(0, Ordering::Relaxed);
-    let rung = slot.rung.swap(0, Ordering::Relaxed);
+    let rung = discarded.wrapping_sub(slot.discarded.swap(discarded, Ordering::Relaxed));
     let needs_doorbells = match slots::local(number).registrations.load(Ordering::Relaxed) {
         0 => !slot.is_watched.load(Ordering::Relaxed),
         1 => false,
         _ => true,
     };
-    let is_dear = rung * 4 >= WEIGHED * RUNG_IN_FOUR && sum < SMALL * u64::from(WEIGHED);
+    let is_dear = rung.saturating_mul(4) >= WEIGHED * RUNG_IN_FOUR && sum < SMALL * WEIGHED;
     if needs_doorbells && is_dear && slot.is_accelerated() && !relayed::is_relayed(slot) {
         let service = slot.service.load(Ordering::Relaxed);
         if crate::data::demote_if_read(slot, fd) {

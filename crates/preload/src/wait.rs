@@ -562,14 +562,10 @@ pub(crate) fn is_doorbell(number: u32, fd: c_int) -> bool {
     // What waits goes on waiting, for the next one.
     let rearmed = reader.rearm(segment, &connection, waker::wakes(number));
     data::keep_error(slot, reader);
-    let is_empty = rearmed.is_ok_and(|rearmed| rearmed.is_empty);
-    if rearmed.is_ok_and(|rearmed| rearmed.has_discarded) {
-        slot.rung.fetch_add(1, Ordering::Relaxed);
-    }
     let unexpected = reader.unexpected(segment, &connection);
     drop(receiving);
     // Other bytes than doorbells belong to the program.
-    if !is_empty || unexpected != Ok(0) {
+    if rearmed != Ok(true) || unexpected != Ok(0) {
         return false;
     }
     if relayed::is_relayed(slot) && !relayed::explains(slot, fd) {

@@ -18,7 +18,7 @@ mod reader;
 mod returning;
 mod writer;
 
-pub use reader::{Found, Reader, Rearmed};
+pub use reader::{Found, Reader};
 pub use returning::{Return, Step};
 pub use writer::{SentAgain, Writer};
 

@@ -17,7 +17,7 @@ pub mod signals;
 pub mod startup;
 pub mod stats;
 
-pub use direction::{Broken, Found, PEEK_MAX, Reader, Rearmed, Return, SentAgain, Step, Tcp, Writer};
+pub use direction::{Broken, Found, PEEK_MAX, Reader, Return, SentAgain, Step, Tcp, Writer};
 pub use news::News;
 pub use relay::{Feedback, Inlet, Outlet, UPDATE_HEAD, Update};
 pub use segment::{End, Over, RING_MAX, RING_MIN, Segment, WakeBy};

@@ -523,9 +523,7 @@ fn quiesce(
 ) -> io::Result<bool> {
     let is_unarmed = !arms || wait::is_looked_at(slot, number);
     if is_unarmed {
-        if reader.discard_doorbells(segment, connection) {
-            slot.rung.fetch_add(1, Ordering::Relaxed);
-        }
+        reader.discard_doorbells(segment, connection);
         keep_error(slot, reader);
         if !arms {
             return Ok(reader.ring_len(segment)? == 0);
@@ -538,12 +536,9 @@ fn quiesce(
         }
         // A thread has gone to sleep meanwhile.
     }
-    let rearmed = reader.rearm(segment, connection, waker::wakes(number))?;
-    if rearmed.has_discarded {
-        slot.rung.fetch_add(1, Ordering::Relaxed);
-    }
+    let is_empty = reader.rearm(segment, connection, waker::wakes(number))?;
     keep_error(slot, reader);
-    Ok(rearmed.is_empty)
+    Ok(is_empty)
 }
 
 /// Where the next bytes of the stream are. `None` if the connection is not accelerated, or broken.

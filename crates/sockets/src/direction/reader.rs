@@ -21,15 +21,6 @@ pub enum Found {
     Nothing,
 }
 
-/// Result of [`Reader::rearm`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Rearmed {
-    /// The ring has nothing.
-    pub is_empty: bool,
-    /// Doorbells were discarded.
-    pub has_discarded: bool,
-}
-
 /// Attempts to find bytes that a call has shown. An attempt fails if another process takes all bytes of the TCP connection during it and new
 /// bytes arrive directly afterwards.
 const TAKEN_MAX: usize = 64;
@@ -689,6 +680,11 @@ impl Reader {
         }
     }
 
+    /// Number of doorbells that this end has discarded.
+    pub fn discarded(&self) -> u64 {
+        self.discarded
+    }
+
     /// True while rung doorbells are not discarded.
     pub fn has_doorbells(&self, segment: &Segment) -> bool {
         self.bells(segment) > 0
@@ -762,21 +758,23 @@ impl Reader {
     }
 
     /// After [`Reader::find`] has found nothing: asks for a doorbell with the next bytes, and discards the doorbells of earlier bytes. Bytes that
-    /// arrive during this call keep their doorbell, for processes that wait in the kernel only.
+    /// arrive during this call keep their doorbell, for processes that wait in the kernel only. True if the ring is empty.
     ///
     /// # Errors
     /// [`Broken`].
-    pub fn rearm(&mut self, segment: &Segment, tcp: &impl Tcp, by: WakeBy) -> Result<Rearmed, Broken> {
+    pub fn rearm(&mut self, segment: &Segment, tcp: &impl Tcp, by: WakeBy) -> Result<bool, Broken> {
         if segment.is_relayed() {
-            let has_discarded = self.discard_doorbells(segment, tcp);
-            return Ok(Rearmed { is_empty: self.arm(segment, by)?, has_discarded });
+            self.discard_doorbells(segment, tcp);
+            return self.arm(segment, by);
         }
         // Doorbells that arrive from here on may be those of new bytes.
         let bells = if self.bells(segment) > 0 { self.available(tcp).min(self.bells(segment)) } else { 0 };
         let has_run = self.has_run(segment);
         let is_empty = self.arm(segment, by)?;
-        let has_discarded = is_empty && !has_run && bells > 0 && self.discard(tcp, bells);
-        Ok(Rearmed { is_empty, has_discarded })
+        if is_empty && !has_run && bells > 0 {
+            self.discard(tcp, bells);
+        }
+        Ok(is_empty)
     }
 
     /// True if the TCP connection is readable, or will be when a doorbell arrives. False if a doorbell could not be sent because the connection
