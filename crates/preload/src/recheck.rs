@@ -9,7 +9,7 @@ use crate::report::{count, counters};
 use crate::tcp::Connection;
 use crate::wait::Limit;
 use crate::{data, lock, relayed, signals, slots};
-use libc::sigset_t;
+use libc::{c_int, sigset_t};
 use std::cell::Cell;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -53,13 +53,15 @@ pub(crate) struct Sleeps {
     handled: u32,
     /// Signals that were blocked before this blocked all.
     before: Option<sigset_t>,
+    /// A sleep of `epoll_wait` was ended by a signal without a handler.
+    has_dropped: bool,
 }
 
 impl Sleeps {
     /// For a call with this mask, which outlives it.
     pub(crate) fn new(mask: *const sigset_t) -> Sleeps {
         ANSWERED.set(0);
-        Sleeps { next: FIRST, has_begun: false, mask, handled: lock::handled(), before: None }
+        Sleeps { next: FIRST, has_begun: false, mask, handled: lock::handled(), before: None, has_dropped: false }
     }
 
     /// Limit of the next sleep of a call that has the given limit; the kernel is to be given [`Sleeps::mask`].
@@ -100,6 +102,13 @@ impl Sleeps {
             self.block();
         }
         lock::handled() == self.handled
+    }
+
+    /// After `epoll_wait` has failed with `error`. True if a signal without a handler, such as SIGCHLD, came between two sleeps: while all
+    /// signals are blocked, the kernel keeps it, and it ends the next sleep. True once at most, for handlers that this library does not see.
+    pub(crate) fn is_dropped_signal(&mut self, error: c_int) -> bool {
+        let is_blocking = self.before.is_some() && lock::handled() == self.handled;
+        is_blocking && error == libc::EINTR && !std::mem::replace(&mut self.has_dropped, true)
     }
 
     fn block(&mut self) {
@@ -146,6 +155,15 @@ pub(crate) fn look(number: u32, is_wanted: bool) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_signal_that_is_kept_between_two_sleeps_does_not_end_the_call() {
+        let mut sleeps = Sleeps::new(std::ptr::null());
+        sleeps.next(Limit::within(None));
+        assert!(!sleeps.is_dropped_signal(libc::EINTR), "the first sleep");
+        assert!(sleeps.may_go_on() && !sleeps.is_dropped_signal(libc::EBADF));
+        assert!(sleeps.is_dropped_signal(libc::EINTR) && !sleeps.is_dropped_signal(libc::EINTR));
+    }
 
     #[test]
     fn a_look_that_has_sent_bytes_again_is_followed_by_another_soon() {

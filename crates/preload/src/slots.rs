@@ -13,6 +13,7 @@
 //! relay and a fork).
 
 use crate::allowance::Allowance;
+use crate::epoll::OneShots;
 use crate::lock::{Guard, Lock, Reentered};
 use rustix::mm::{MapFlags, ProtFlags};
 use std::cell::UnsafeCell;
@@ -146,6 +147,7 @@ pub(crate) struct Slot {
     pub(crate) discarded: AtomicU32,
     /// How often looking again and again has paid, lately.
     pub(crate) luck: AtomicI32,
+    pub(crate) one_shots: OneShots,
     next: AtomicU32,
     upgrade: UnsafeCell<Upgrade>,
     segment: UnsafeCell<Option<Segment>>,
@@ -156,7 +158,7 @@ pub(crate) struct Slot {
 // SAFETY: the cells are used under the locks that their accessors name.
 unsafe impl Sync for Slot {}
 
-const _: () = assert!(size_of::<Slot>() <= 512);
+const _: () = assert!(size_of::<Slot>() <= 576);
 
 /// What this process alone knows of a slot.
 #[derive(Default)]
@@ -201,6 +203,8 @@ struct Free {
     allowance: Allowance,
     /// Number of changes, by any of these processes, of registrations where several processes have the epoll instance and the connection.
     changes: AtomicU32,
+    /// Number of epoll instances that these processes have made.
+    instances: AtomicU32,
 }
 
 /// Changes by this process.
@@ -216,6 +220,11 @@ pub(crate) fn count_change() {
 /// Number of changes by other processes; while this one counts a change, one less.
 pub(crate) fn changes_by_others() -> u32 {
     free().changes.load(Ordering::SeqCst).wrapping_sub(OWN_CHANGES.load(Ordering::SeqCst))
+}
+
+/// A number for a new epoll instance, from 1 on.
+pub(crate) fn next_instance() -> u32 {
+    free().instances.fetch_add(1, Ordering::Relaxed).wrapping_add(1)
 }
 
 static ARENA: AtomicPtr<Free> = AtomicPtr::new(std::ptr::null_mut());
@@ -411,6 +420,7 @@ pub(crate) fn add(fd: i32, forks: u32, is_accepted: bool) {
     slot.error.store(0, Ordering::Relaxed);
     slot.luck.store(crate::wait::recent_luck(), Ordering::Relaxed);
     slot.reason.store(0, Ordering::Relaxed);
+    slot.one_shots.clear();
     slot.shut.store(0, Ordering::Relaxed);
     local.segment.store(0, Ordering::Relaxed);
     // SAFETY: the slot is new: nothing else knows it.

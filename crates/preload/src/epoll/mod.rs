@@ -5,6 +5,7 @@
 //! registrations of connections are remembered here. A call that waits looks at the rings of those that are busy ("hot") before it
 //! asks the kernel; those that have been idle for long are left to doorbells.
 
+mod one_shots;
 mod registration;
 mod shared;
 mod state;
@@ -15,8 +16,9 @@ use crate::report::{count, counters};
 use crate::wait::{self, Limit};
 use crate::{data, lock, real, relay, room, slots, switch, waker};
 use libc::{c_int, epoll_event, sigset_t, timespec};
+pub(crate) use one_shots::OneShots;
 use registration::{
-    EDGE, ENDS, ONE_SHOT, PRIORITY, READABLE, Registration, SPECIAL, WRITABLE, arm_connection, weight, with_room,
+    EDGE, ENDS, NOW, ONE_SHOT, PRIORITY, READABLE, Registration, SPECIAL, WRITABLE, arm_connection, weight, with_room,
 };
 use rustix::event::epoll::{EventData, EventFlags};
 pub(crate) use shared::{adopt, note_unseen};
@@ -55,6 +57,8 @@ pub(crate) struct Instance {
     number: AtomicU32,
     /// One of its descriptors.
     ep: AtomicI32,
+    /// Its number among the instances of all processes, from 1 on. A process and its children have the same number for an instance.
+    identity: AtomicU32,
     /// Changes by other processes that this one has taken over ([`slots::changes_by_others`]).
     changes: AtomicU32,
     is_used: AtomicBool,
@@ -130,6 +134,7 @@ fn add_as(fd: c_int, others: u8) {
         instance.relay.store(0, Ordering::Relaxed);
         instance.luck.store(4, Ordering::Relaxed);
         instance.ep.store(fd, Ordering::Relaxed);
+        instance.identity.store(slots::next_instance(), Ordering::Relaxed);
         instance.number.store(number as u32, Ordering::Relaxed);
         instance.changes.store(slots::changes_by_others(), Ordering::Relaxed);
         return slots::set_epoll(fd, Some(number as u32));
@@ -355,6 +360,13 @@ pub(crate) fn after_fork() {
     }
 }
 
+/// True if the kernel can read an event.
+fn is_valid(event: *const epoll_event) -> bool {
+    // SAFETY: the kernel reads the event, and finds no instance.
+    unsafe { real::epoll_ctl(-1, libc::EPOLL_CTL_ADD, -1, event.cast_mut()) };
+    data::errno() == libc::EBADF
+}
+
 /// Makes the call `plain`, which is an `epoll_ctl`, and records the change. The lock is held during the call: another thread may receive an
 /// event before the call returns, and change the registration or close the connection.
 ///
@@ -386,6 +398,14 @@ pub(crate) unsafe fn control(
     }
     let Ok(mut guard) = instance.lock.lock() else { return plain() };
     let _expected = (operation == libc::EPOLL_CTL_ADD).then(|| Expected::new(instance, connection));
+    let (states, key) = (&slots::slot(connection).one_shots, instance.key(fd));
+    if operation != libc::EPOLL_CTL_DEL {
+        // Before another thread or process gets the event. Another process has to know what the event is for.
+        let is_shared = instance.others.load(Ordering::SeqCst) != ALONE;
+        // SAFETY: the kernel has read it.
+        let events = if is_shared && is_valid(event) { unsafe { (*event).events } } else { 0 };
+        states.arm(key, events);
+    }
     let result = instance.change_for_all(connection, plain);
     if result != 0 {
         let error = data::errno();
@@ -398,6 +418,10 @@ pub(crate) unsafe fn control(
     }
     // SAFETY: the kernel has read it, if it is not null.
     let event = unsafe { event.as_ref() }.copied();
+    match event {
+        Some(event) if event.events & ONE_SHOT != 0 => states.set_events(key, event.events),
+        _ => states.forget(key),
+    }
     let mut is_new = None;
     let state = instance.state(&mut guard);
     let at = state.find(connection, Some(fd));
@@ -445,11 +469,11 @@ pub(crate) unsafe fn control(
         one.is_owed = must_ring && one.events & SPECIAL != 0;
         // Where the kernel's events are returned as they are, this process looks at the ring until it is empty.
         one.is_inherited = must_ring && instance.is_foreign.load(Ordering::Relaxed);
-        // If several processes have the instance, the one that gets the event of the bell does so.
+        // If several processes have the instance, the bell informs them of the registration: after its event, the kernel has only its data.
         if one.is_owed && one.events & ONE_SHOT != 0 && instance.others.load(Ordering::SeqCst) == ALONE {
-            // The kernel has to give the event, and to be done with it then. That something can be sent is one that it gives now.
-            one.renew(ep, one.events | libc::EPOLLOUT as u32);
-            must_ring = false;
+            // Only the kernel can end the registration.
+            one.renew(ep, one.events | NOW);
+            (one.is_owed, must_ring) = (false, false);
         }
         drop(guard);
         if must_ring {
@@ -463,6 +487,11 @@ pub(crate) unsafe fn control(
 }
 
 impl Instance {
+    /// For [`OneShots`]. `fd`: as in [`Registration::fd`].
+    fn key(&self, fd: c_int) -> one_shots::Key {
+        one_shots::Key::new(self.identity.load(Ordering::Relaxed), fd)
+    }
+
     /// Remembers a registration that the kernel has. The place of it.
     fn register(&self, number: u32, state: &mut State, connection: u32, fd: c_int, event: epoll_event) -> u32 {
         let at = state.add(Registration::new(connection, fd, event));
@@ -695,7 +724,7 @@ pub(crate) fn look_again(number: u32) {
 }
 
 /// Waits for the kernel, on an instance that has others registered or that several processes have. `None`: connections have bytes without a
-/// doorbell.
+/// doorbell, or another process has registered the first connection.
 fn wait_for_kernel(
     instance: &Instance,
     limit: Limit,
@@ -705,7 +734,8 @@ fn wait_for_kernel(
     loop {
         let sleep = sleeps.next(limit);
         let ready = real(sleep.left(), sleeps.mask());
-        if ready != 0 || limit.is_over() {
+        let is_dropped_signal = ready < 0 && sleeps.is_dropped_signal(data::errno());
+        if ready != 0 && !is_dropped_signal || limit.is_over() {
             return Some(ready);
         }
         if !sleeps.may_go_on() {
@@ -713,7 +743,9 @@ fn wait_for_kernel(
         }
         if instance.is_behind() {
             instance.catch_up();
-            if instance.has_unannounced() {
+            let has_first =
+                !instance.is_foreign.load(Ordering::Relaxed) && instance.connections.load(Ordering::SeqCst) > 0;
+            if has_first || instance.has_unannounced() {
                 return None;
             }
         }
@@ -773,7 +805,9 @@ pub(crate) unsafe fn wait(
         // Connections may be accelerated while this thread sleeps. What has been until it counted as a sleeper is looked at.
         instance.sleepers.fetch_add(1, Ordering::SeqCst);
         let is_kernels = || {
-            let is_seen = !instance.has_inner.load(Ordering::Relaxed) && !instance.is_foreign.load(Ordering::Relaxed);
+            // A process that has registered a connection may end, with its bell, before this thread is woken.
+            let is_seen =
+                !instance.has_inner.load(Ordering::Relaxed) && instance.others.load(Ordering::SeqCst) == ALONE;
             !is_seen && switch::has_accelerated() && max > 0 && !events.is_null()
         };
         plain_ready = match is_plain() {
@@ -898,6 +932,9 @@ pub(crate) unsafe fn wait(
             look_again(number);
         }
         disarm(number);
+        if ready < 0 && sleeps.is_dropped_signal(error) {
+            continue;
+        }
         if ready < 0 {
             return data::fail(error) as c_int;
         }
@@ -923,6 +960,26 @@ fn merge(instance: &Instance, out: &mut [epoll_event], first: usize, more: usize
         }
     }
     end
+}
+
+impl Instance {
+    /// The events to return for a registration with `EPOLLONESHOT`, for which the kernel has reported `said`. 0 if another thread or process
+    /// has returned an event, or if the kernel has reported a doorbell: then the registration is good for an event again.
+    fn one_shot(&self, one: &mut Registration, said: u32) -> u32 {
+        let (states, key) = (&slots::slot(one.number).one_shots, self.key(one.fd));
+        // Programs without this library do not change the state. From here on, no other thread or process reads.
+        if !states.take(key) && self.others.load(Ordering::SeqCst) != HANDED {
+            one.is_owed = false;
+            return 0;
+        }
+        let events = one.one_shot(said);
+        if events == 0 {
+            states.give_back(key);
+            one.renew(self.ep.load(Ordering::Relaxed), one.events);
+            one.is_renewed = true;
+        }
+        events
+    }
 }
 
 /// Result of [`correct`].
@@ -969,8 +1026,7 @@ fn correct(instance: &Instance, events: &mut [epoll_event], before: usize) -> Ke
         if let Some(at) = at
             && is_one_shot(&state.registrations[at as usize])
         {
-            let ep = instance.ep.load(Ordering::Relaxed);
-            events_now = state.registrations[at as usize].one_shot(ep, events_now);
+            events_now = instance.one_shot(&mut state.registrations[at as usize], events_now);
         } else if let Some(at) = at
             && slots::slot(state.registrations[at as usize].number).is_accelerated()
         {

@@ -12,6 +12,8 @@ pub(super) const PRIORITY: u32 = libc::EPOLLPRI as u32;
 pub(super) const ENDS: u32 = (libc::EPOLLHUP | libc::EPOLLRDHUP | libc::EPOLLERR) as u32;
 pub(super) const EDGE: u32 = libc::EPOLLET as u32;
 pub(super) const ONE_SHOT: u32 = libc::EPOLLONESHOT as u32;
+/// Added to have the kernel report a connection with `EPOLLONESHOT` at once: programs request room to send by `EPOLLOUT`.
+pub(super) const NOW: u32 = libc::EPOLLWRNORM as u32;
 /// With these, the kernel's own bookkeeping counts.
 pub(super) const SPECIAL: u32 = ONE_SHOT | libc::EPOLLEXCLUSIVE as u32;
 
@@ -150,8 +152,8 @@ impl Registration {
         }
     }
 
-    /// The one event that it is good for, or 0: what the kernel has said was a doorbell, and it is good for another one.
-    pub(super) fn one_shot(&mut self, ep: c_int, said: u32) -> u32 {
+    /// The events that it is good for, of those that the kernel has reported. 0 if that was a doorbell.
+    pub(super) fn one_shot(&mut self, said: u32) -> u32 {
         self.is_owed = false;
         // Without what the kernel was asked for in place of the program.
         let mut events = said & (self.events | (libc::EPOLLHUP | libc::EPOLLERR) as u32);
@@ -161,10 +163,6 @@ impl Registration {
         let may_be_doorbell = events & READABLE != 0 && events & (ENDS | PRIORITY) == 0;
         if may_be_doorbell && wait::is_doorbell(self.number, self.descriptor()) {
             events &= !READABLE;
-        }
-        if events == 0 {
-            self.renew(ep, self.events);
-            self.is_renewed = true;
         }
         events
     }

@@ -1,7 +1,7 @@
 //! Epoll instances of several processes. Each process has a list of its own registrations; the kernel has those of all processes. A process that
 //! changes a registration of a shared connection counts the change. The others then compare their lists with the kernel's.
 
-use super::registration::{EDGE, ONE_SHOT, PRIORITY, READABLE, Registration, SPECIAL, WRITABLE};
+use super::registration::{EDGE, NOW, ONE_SHOT, PRIORITY, READABLE, Registration, SPECIAL, WRITABLE};
 use super::state::State;
 use super::{ALONE, HANDED, Instance, add_as, announce, arm_connection};
 use crate::lock::{self, Lock};
@@ -67,7 +67,10 @@ impl Entry {
 
     fn event(&self) -> epoll_event {
         // The kernel adds these.
-        let events = self.events & !(libc::EPOLLERR | libc::EPOLLHUP) as u32;
+        let mut events = self.events & !(libc::EPOLLERR | libc::EPOLLHUP) as u32;
+        if events & ONE_SHOT != 0 {
+            events &= !NOW;
+        }
         epoll_event { events, u64: self.data }
     }
 }
@@ -149,29 +152,46 @@ impl Instance {
                 self.unregister(number, state, at);
                 continue;
             };
+            let Some(event) = self.event(entry, one.number) else {
+                state.registrations[at].is_owed = false;
+                continue;
+            };
+            // This library requests that itself.
+            let mask = if one.is_muted { PROGRAMS & !WRITABLE } else { PROGRAMS };
+            let is_changed = one.data != entry.data || (one.events ^ event.events) & mask != 0;
+            if is_changed {
+                state.modify(at, event);
+            }
             if entry.is_spent() {
                 state.registrations[at].is_owed = false;
                 continue;
-            }
-            // This library requests that itself.
-            let is_others = one.is_muted || entry.events & SPECIAL != 0;
-            let mask = if is_others { PROGRAMS & !WRITABLE } else { PROGRAMS };
-            let is_changed = one.data != entry.data || (one.events ^ entry.events) & mask != 0;
-            if is_changed {
-                state.modify(at, entry.event());
             }
             // It may have been registered anew as it was.
             if is_changed || entry.events & ONE_SHOT != 0 {
                 self.look_at(state, at);
             }
         }
-        for entry in entries.iter().filter(|entry| !entry.is_spent() && !known.contains(&(entry.fd, entry.inode))) {
+        for entry in entries.iter().filter(|entry| !known.contains(&(entry.fd, entry.inode))) {
             let wants =
                 |connection: &u32| slots::slot(*connection).phase.load(Ordering::Relaxed) != slots::phase::NEVER;
-            if let Some(connection) = entry.connection().filter(wants) {
-                let at = self.register(number, state, connection, entry.fd, entry.event());
-                self.look_at(state, at as usize);
+            if let Some(connection) = entry.connection().filter(wants)
+                && let Some(event) = self.event(entry, connection)
+            {
+                let at = self.register(number, state, connection, entry.fd, event);
+                if !entry.is_spent() {
+                    self.look_at(state, at as usize);
+                }
             }
+        }
+    }
+
+    /// The program's event of a registration in the kernel. `None` if it is not known, because the kernel has given it.
+    fn event(&self, entry: &Entry, connection: u32) -> Option<epoll_event> {
+        let is_one_shot = entry.events & ONE_SHOT != 0;
+        let known = slots::slot(connection).one_shots.events(self.key(entry.fd)).filter(|_| is_one_shot);
+        match known {
+            Some(events) => Some(epoll_event { events, u64: entry.data }),
+            None => (!entry.is_spent()).then(|| entry.event()),
         }
     }
 
@@ -200,9 +220,10 @@ pub(super) fn offer_one_shots(instance: &Instance, state: &mut State) {
     let entries = registered(ep);
     for one in state.registrations.iter_mut().filter(|one| is_due(one)) {
         one.is_owed = false;
+        let is_armed = slots::slot(one.number).one_shots.is_armed(instance.key(one.fd));
         let is_spent = || find(entries.as_deref()?, one).map(Entry::is_spent);
-        if is_readable(one) && is_spent() != Some(true) {
-            one.renew(ep, one.events | libc::EPOLLOUT as u32);
+        if is_armed && is_readable(one) && is_spent() != Some(true) {
+            one.renew(ep, one.events | NOW);
         }
     }
 }

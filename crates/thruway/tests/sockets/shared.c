@@ -172,6 +172,7 @@ static void read_in_turns(unsigned events, int is_by_child) {
         must(ready >= 0, "epoll_wait");
         if (ready == 0)
             continue;
+        must(event.events == EPOLLIN && event.data.u64 == CONNECTION, "the event");
         must(recv(other, message, LENGTH / 30, 0) == LENGTH / 30, "recv");
         __atomic_fetch_sub(left, LENGTH / 30, __ATOMIC_SEQ_CST);
         event = (struct epoll_event){.events = events, .data.u64 = CONNECTION};
@@ -181,6 +182,35 @@ static void read_in_turns(unsigned events, int is_by_child) {
         _exit(0);
     end(child);
     munmap(left, sizeof *left);
+    close(shared);
+}
+
+/* One process waits, after the other one has changed what a registration for one event is for. */
+static void changed_to_room(int is_by_child, int is_first) {
+    struct epoll_event event = {.events = EPOLLIN | EPOLLONESHOT, .data.u64 = CONNECTION};
+    begin();
+    int shared = epoll_create1(EPOLL_CLOEXEC);
+    must(epoll_ctl(shared, EPOLL_CTL_ADD, other, &event) == 0, "epoll_ctl");
+    pid_t child = start();
+    int *way = is_by_child ? to_parent : to_child;
+    if ((child == 0) == is_by_child) {
+        event.events = EPOLLOUT | EPOLLONESHOT;
+        if (!is_first)
+            hear(is_by_child ? to_child : to_parent);
+        must(epoll_ctl(shared, EPOLL_CTL_MOD, other, &event) == 0, "epoll_ctl");
+        tell(way);
+    } else {
+        if (is_first)
+            hear(way);
+        else
+            tell(is_by_child ? to_child : to_parent);
+        must(epoll_wait(shared, &event, 1, 60000) == 1, "epoll_wait");
+        must(event.events == EPOLLOUT && event.data.u64 == CONNECTION, "the event");
+        must(epoll_wait(shared, &event, 1, 0) == 0, "a second event");
+    }
+    if (child == 0)
+        _exit(0);
+    end(child);
     close(shared);
 }
 
@@ -311,8 +341,15 @@ static void moved_to_an_old_instance(void) {
 enum { THREADS = 4 };
 static pthread_barrier_t all_woken;
 
+/* The kernel does not interrupt another thread when it wakes this one. */
+static void wake_later(void) {
+    struct sched_param none = {0};
+    must(sched_setscheduler(0, SCHED_BATCH, &none) == 0, "sched_setscheduler");
+}
+
 static void *take_one(void *waited) {
     struct epoll_event event;
+    wake_later();
     must(epoll_wait(*(int *)waited, &event, 1, 60000) == 1, "epoll_wait");
     exactly(event.data.fd, LENGTH);
     pthread_barrier_wait(&all_woken);
@@ -342,7 +379,7 @@ static void moved_to_threads(unsigned events) {
     int moved[THREADS], kept[THREADS], shared = epoll_create1(EPOLL_CLOEXEC);
     cpu_set_t before;
     pthread_barrier_init(&all_woken, NULL, THREADS + 1);
-    /* On one processor, all are moved before the first thread runs. */
+    /* On one processor, all are moved before the first thread runs: see wake_later. */
     run_on_one_processor(&before);
     for (int i = 0; i < THREADS; i++) {
         begin_alone();
@@ -371,6 +408,7 @@ static void *take_all(void *waited) {
     struct epoll_event events[2];
     char bytes[LENGTH];
     int has_taken = 0;
+    wake_later();
     while (!has_taken) {
         int count = epoll_wait(*(int *)waited, events, 2, 60000);
         must(count > 0, "epoll_wait");
@@ -437,6 +475,8 @@ int main(void) {
             registered_later(events[i], is_by_child, 0);
             served_by_a_child(events[i], is_by_child);
         }
+        changed_to_room(is_by_child, 1);
+        changed_to_room(is_by_child, 0);
         read_in_turns(EPOLLIN | EPOLLONESHOT, is_by_child);
         read_in_turns(EPOLLIN | EPOLLET | EPOLLONESHOT, is_by_child);
     }
