@@ -84,6 +84,9 @@ pub(crate) struct Tree {
     pub(crate) over: Arc<AtomicBool>,
     /// Held while an entry gives way to a directory.
     replacing: Mutex<()>,
+    /// Held while a directory is made and recorded, by the first byte of its key. Without it, a worker that finds the directory of another
+    /// one would record after it that the directory was not made.
+    making: [Mutex<()>; MAKING],
     /// Directories made writable for the time of the copy, by path.
     unlocked: Mutex<UnlockedDirectories>,
     /// Entries that this job has put in place.
@@ -100,6 +103,9 @@ pub(crate) struct Tree {
 /// Most bytes of paths of directories that a session makes before their records. For further directories it keeps keys: without a
 /// record, they keep the mode 0700.
 const EARLY_BYTES_MAX: usize = 16 << 20;
+
+/// Locks for directories that are made at the same time.
+const MAKING: usize = 16;
 
 /// Directories that one task makes above an entry: each can take a fraction of a millisecond.
 const LEVELS_AT_A_TIME: usize = 32;
@@ -181,6 +187,7 @@ impl Tree {
             cleared: AtomicU64::new(0),
             over: Arc::default(),
             replacing: Mutex::default(),
+            making: Default::default(),
             unlocked: Mutex::default(),
             ours: Identities::default(),
             left: States::default(),
@@ -302,6 +309,11 @@ impl Tree {
     /// Makes a directory where nothing is. `None` if something has got there first.
     fn make_new(&self, place: &Place, path: &[u8], mode: Mode) -> io::Result<Option<Made>> {
         let journal = self.journal.as_ref().map(|journal| (journal, key_of(path)));
+        let _making =
+            journal.map(|(_, key)| self.making[usize::from(key[0]) % MAKING].lock().expect("no panics under the lock"));
+        if rustix::fs::statat(&place.dir, &place.name, AtFlags::SYMLINK_NOFOLLOW).is_ok() {
+            return Ok(None);
+        }
         let inherits = self.inherited(place.dir.as_fd())? == Before::Inherited;
         let first = if inherits { Mode::RWXU } else { mode };
         // Recorded first: a session that ends between the two leaves no directory without a record.

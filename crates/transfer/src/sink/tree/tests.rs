@@ -618,6 +618,37 @@ fn one_task_makes_a_limited_number_of_directories() {
     assert!(tree.make_part_above(b"b/f").unwrap() && !dir.path().join("b").exists());
 }
 
+/// An attempt that ends leaves its directories to the next one, which gives them their modes.
+#[test]
+fn directories_that_workers_make_at_the_same_time_are_recorded_as_made() {
+    let dir = tempfile::tempdir().unwrap();
+    let root: Arc<OwnedFd> = Arc::new(fs::File::open(dir.path()).unwrap().into());
+    let mut tree = tree(dir.path());
+    tree.journal = Some(Arc::new(Journal::open(&root, &[1; 16]).unwrap().0));
+    let names: Vec<String> = (0..200).map(|number| number.to_string()).collect();
+    let start = std::sync::Barrier::new(4);
+    std::thread::scope(|scope| {
+        for worker in 0..4 {
+            let (tree, names, start) = (&tree, &names, &start);
+            scope.spawn(move || {
+                for name in names {
+                    start.wait();
+                    if worker % 2 == 0 {
+                        tree.make_directory(name.as_bytes(), &Meta::default()).unwrap();
+                    } else {
+                        tree.place(format!("{name}/file").as_bytes()).unwrap();
+                    }
+                }
+            });
+        }
+    });
+    drop(tree);
+    let made = Journal::open(&root, &[1; 16]).unwrap().1.take_made().directories;
+    let lost: Vec<_> =
+        names.iter().filter(|name| !matches!(made.get(&key_of(name.as_bytes())), Some(Made::Done(_)))).collect();
+    assert!(lost.is_empty(), "{lost:?}");
+}
+
 /// Another user replaces the directories of a job, within a session and between two.
 #[test]
 fn attributes_of_a_job_go_to_its_own_directories_only() {
