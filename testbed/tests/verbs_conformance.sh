@@ -3,8 +3,8 @@
 hosts nobody
 kernel_end siw
 export THRUWAY_VERBS_ADDRESS=10.0.0.254
-THRUWAY_VERBS_DEVICE=siw0 "$VERBS_TESTS" --ignored --test-threads=1
+THRUWAY_VERBS_DEVICE=siw0 "$VERBS_TESTS" --ignored --test-threads=1 verbs::
 # One address leads to one device.
 rdma link del siw0
 rdma link add rxe0 type rxe netdev eth0
-THRUWAY_VERBS_DEVICE=rxe0 "$VERBS_TESTS" --ignored --test-threads=1 both_ends
+THRUWAY_VERBS_DEVICE=rxe0 "$VERBS_TESTS" --ignored --test-threads=1 verbs::both_ends

@@ -357,7 +357,7 @@ fn quick() -> Result<(), String> {
     // A tenth of the simulations.
     let fewer = [("THRUWAY_SIMULATIONS", "200")];
     run_with("unit tests", "cargo", &["test", "--workspace", "--quiet", "--lib", "--bins"], &fewer)?;
-    let conformance = ["test", "--quiet", "-p", "thruway-fabric", "--test", "iwarp", "default_configuration"];
+    let conformance = ["test", "--quiet", "-p", "thruway-fabric", "--test", "main", "iwarp::default_configuration"];
     run("conformance", "cargo", &conformance)
 }
 
@@ -439,12 +439,12 @@ fn miri() -> Result<(), String> {
 fn soak(minutes: &str) -> Result<(), String> {
     let minutes: u64 = minutes.parse().map_err(|e| format!("soak {minutes}: {e}"))?;
     let test = |name, vars: &[(&str, &str)]| {
-        run_with("soak", "cargo", &["test", "-p", "thruway", "--test", name, "--", "--nocapture"], vars)
+        run_with("soak", "cargo", &["test", "-p", "thruway", "--test", "main", name, "--", "--nocapture"], vars)
     };
-    test("soak", &[("THRUWAY_SOAK_SECONDS", &(minutes * 30).to_string())])?;
+    test("soak::", &[("THRUWAY_SOAK_SECONDS", &(minutes * 30).to_string())])?;
     // Some sixty a minute, and none of an earlier run's.
     let first = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |now| now.as_secs());
-    test("failing_disks", &[("THRUWAY_SEEDS", &format!("{first}..{}", first + minutes * 20))])
+    test("failing_disks::", &[("THRUWAY_SEEDS", &format!("{first}..{}", first + minutes * 20))])
 }
 
 /// Copies of random trees, some thousand in ten minutes. Then peers that send ten times as much as in the usual tests.
@@ -455,11 +455,11 @@ fn soak_copies(minutes: &str) -> Result<(), String> {
     let mut first = now * 1000;
     while begin.elapsed().as_secs() < minutes * 60 {
         let range = format!("{first}..{}", first + 100);
-        let test = ["test", "--quiet", "-p", "thruway", "--test", "random_trees"];
+        let test = ["test", "--quiet", "-p", "thruway", "--test", "main", "random_trees::"];
         run_with(&format!("trees {range}"), "cargo", &test, &[("THRUWAY_SEEDS", &range)])?;
         first += 100;
     }
-    let floods = ["test", "--quiet", "-p", "thruway-transfer", "--test", "floods"];
+    let floods = ["test", "--quiet", "-p", "thruway-transfer", "--test", "main", "floods::"];
     run_with("floods", "cargo", &floods, &[("THRUWAY_FLOODS", "10")])
 }
 
@@ -472,7 +472,7 @@ fn soak_sockets(minutes: &str) -> Result<(), String> {
     let mut first = now * 1000;
     while begin.elapsed().as_secs() < minutes * 60 {
         let range = format!("{first}..{}", first + 3000);
-        let test = ["test", "--quiet", "-p", "thruway", "--test", "sockets"];
+        let test = ["test", "--quiet", "-p", "thruway", "--test", "main"];
         let sequences = [&test[..], &["calls_return_what_tcp_returns"]].concat();
         run_with(&format!("sequences {range}"), "cargo", &sequences, &[("THRUWAY_SEEDS", &range)])?;
         let seed = first.to_string();

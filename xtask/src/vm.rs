@@ -197,7 +197,8 @@ pub(crate) fn replay(points: &str) -> Result<(), String> {
 /// With a variable for the tests, and so many times as patient.
 fn test_longer(filter: &str, variable: &str, patience: u32) -> Result<(), String> {
     let built = build_tests()?;
-    let (verbs_tests, stream_tests) = (built_test(&built, "verbs")?, built_test(&built, "streams")?);
+    let (verbs_tests, stream_tests) =
+        (built_test(&built, "fabric", "main")?, built_test(&built, "streams", "streams")?);
     let tests = tests(filter)?;
     if tests.is_empty() {
         return Err(format!("no guest test has '{filter}' in its name"));
@@ -293,14 +294,16 @@ fn build_tests() -> Result<String, String> {
     Ok(String::from_utf8_lossy(&out.stdout).into_owned())
 }
 
-/// The program of an integration test, by Cargo's messages.
-fn built_test(messages: &str, name: &str) -> Result<PathBuf, String> {
-    let is_it = |line: &&str| line.contains(r#""kind":["test"]"#) && line.contains(&format!(r#""name":"{name}""#));
+/// The program of integration tests of `crates/KRATE`, by Cargo's messages.
+fn built_test(messages: &str, krate: &str, name: &str) -> Result<PathBuf, String> {
+    let parts =
+        [r#""kind":["test"]"#.to_owned(), format!(r#""name":"{name}""#), format!(r#"/crates/{krate}/Cargo.toml""#)];
+    let is_it = |line: &&str| parts.iter().all(|part| line.contains(part));
     let program = messages.lines().filter(is_it).find_map(|line| {
         let (_, rest) = line.split_once("\"executable\":\"")?;
         rest.split_once('"').map(|(path, _)| PathBuf::from(path))
     });
-    program.ok_or_else(|| format!("there is no test '{name}'"))
+    program.ok_or_else(|| format!("crates/{krate} has no test '{name}'"))
 }
 
 fn tests(filter: &str) -> Result<Vec<Test>, String> {
@@ -342,14 +345,20 @@ mod tests {
 
     #[test]
     fn the_program_of_a_test_is_found() {
-        let line = |kind: &str, name: &str| {
+        let line = |krate: &str, kind: &str, name: &str| {
             format!(
-                r#"{{"reason":"compiler-artifact","target":{{"kind":["{kind}"],"name":"{name}"}},"executable":"/t/{kind}-{name}"}}"#
+                r#"{{"manifest_path":"/w/crates/{krate}/Cargo.toml","target":{{"kind":["{kind}"],"name":"{name}"}},"executable":"/t/{krate}-{kind}-{name}"}}"#
             )
         };
-        let messages = [line("lib", "verbs"), line("test", "other"), line("test", "verbs")].join("\n");
-        assert_eq!(built_test(&messages, "verbs"), Ok(PathBuf::from("/t/test-verbs")));
-        assert!(built_test(&messages, "streams").is_err());
+        let lines = [
+            line("a", "lib", "main"),
+            line("a", "test", "other"),
+            line("b", "test", "main"),
+            line("a", "test", "main"),
+        ];
+        let messages = lines.join("\n");
+        assert_eq!(built_test(&messages, "a", "main"), Ok(PathBuf::from("/t/a-test-main")));
+        assert!(built_test(&messages, "c", "main").is_err());
     }
 
     #[test]

@@ -1,8 +1,7 @@
 //! The cache under a seeded simulation: many clients, a disk that answers late and out of order and forgets what was
 //! not flushed, evictions all the time, failures, crashes. Time is simulated; the same seed gives the same run.
 
-mod support;
-
+use crate::support;
 use fastrand::Rng;
 use std::cell::Cell;
 use std::collections::HashMap;

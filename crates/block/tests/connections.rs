@@ -1,15 +1,10 @@
 //! Connections that are lost, or whose requests fail in the worst way: a client that goes on by another connection has nothing
 //! of the first overtake the second, and what one leaves behind is nobody else's trouble.
 
-#[path = "../../thruway/tests/support/nbd.rs"]
-mod client;
-#[path = "support/iscsi.rs"]
-mod initiator;
-#[path = "support/iser.rs"]
-mod iser;
-#[path = "support/nbd_server.rs"]
-mod nbd_server;
-
+use crate::client;
+use crate::initiator;
+use crate::iser;
+use crate::nbd_server;
 use client::{FLUSH, FUA, Nbd, READ, WRITE, ZEROES};
 use initiator::Initiator;
 use std::net::TcpStream;

@@ -1,11 +1,8 @@
 //! What NBD promises to be durable, against a disk that forgets everything it was not told to keep.
 
-#[path = "../../thruway/tests/support/nbd.rs"]
-mod client;
-#[path = "support/nbd_server.rs"]
-mod nbd_server;
-mod support;
-
+use crate::client;
+use crate::nbd_server;
+use crate::support;
 use client::{FLUSH, FUA, Nbd, READ, WRITE};
 use std::sync::Arc;
 use support::{Disk, SECTOR, SECTORS};

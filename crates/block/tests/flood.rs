@@ -1,19 +1,10 @@
 //! Flooding peers by each protocol of disks: other clients of the same reactors must still be served.
 
-#[path = "../../thruway/tests/support/nbd.rs"]
-#[allow(dead_code)]
-mod client;
-#[path = "../../server/tests/support/flood.rs"]
-mod flood;
-#[path = "support/iscsi.rs"]
-#[allow(dead_code)]
-mod initiator;
-#[path = "support/iser.rs"]
-#[allow(dead_code)]
-mod iser;
-#[path = "support/nbd_server.rs"]
-mod nbd_server;
-
+use crate::client;
+use crate::flood_peers;
+use crate::initiator;
+use crate::iser;
+use crate::nbd_server;
 use client::{Nbd, READ};
 use std::io::{self, Read, Write};
 use std::net::TcpStream;
@@ -121,7 +112,7 @@ fn again_and_again(stop: &AtomicBool, connect: impl Fn() -> io::Result<TcpStream
     while !stop.load(Ordering::Relaxed) {
         // Others of this host may have taken the place of the connection.
         let Ok(stream) = connect() else { continue };
-        flood::send_again_and_again(stream, what, reads, stop);
+        flood_peers::send_again_and_again(stream, what, reads, stop);
     }
 }
 
@@ -140,12 +131,12 @@ fn floods_by_negotiations_do_not_keep_others_from_being_served() {
     let call = |client: &mut Nbd| assert!(client.ask((0, READ), 4096, 512, &[]).unwrap().is_some());
     for (name, reads, what) in &floods {
         let flood = |stop: &AtomicBool| again_and_again(stop, || negotiation(&address), what, *reads);
-        flood::serves_others_during(name, FLOODS, flood, connect, call);
+        flood_peers::serves_others_during(name, FLOODS, flood, connect, call);
     }
     for (name, text) in [("logins", &[][..]), ("logins with text", &[b'a'; 8192])] {
         let what = login_request(text);
         let flood = |stop: &AtomicBool| again_and_again(stop, || TcpStream::connect(&portal), &what, true);
-        flood::serves_others_during(name, FLOODS, flood, connect, call);
+        flood_peers::serves_others_during(name, FLOODS, flood, connect, call);
     }
 }
 
@@ -270,12 +261,12 @@ fn floods_by_nbd_do_not_keep_others_from_being_served() {
         ("writes", true, request(1, 64 << 10, &[7; 64 << 10])),
     ];
     for (name, reads, what) in &floods {
-        flood::serves_others_during(
+        flood_peers::serves_others_during(
             name,
             FLOODS,
             |stop| {
                 let stream = Nbd::connect(&address, "d").unwrap().into_stream();
-                flood::send_again_and_again(stream, what, *reads, stop);
+                flood_peers::send_again_and_again(stream, what, *reads, stop);
             },
             || Nbd::connect(&address, "d").unwrap(),
             |client| assert!(client.ask((0, READ), 4096, 512, &[]).unwrap().is_some()),
@@ -300,10 +291,10 @@ fn floods_by_iscsi_do_not_keep_others_from_being_served() {
         ("pings", true, pdu(&[(0, 0x40), (1, 0x80), (19, 5), (20, 0xff), (21, 0xff), (22, 0xff), (23, 0xff)])),
     ];
     for (name, reads, what) in &floods {
-        flood::serves_others_during(
+        flood_peers::serves_others_during(
             name,
             FLOODS,
-            |stop| flood::send_again_and_again(log_in().into_stream(), what, *reads, stop),
+            |stop| flood_peers::send_again_and_again(log_in().into_stream(), what, *reads, stop),
             log_in,
             |client| assert_eq!(client.test_unit_ready().unwrap(), 0),
         );
@@ -326,7 +317,7 @@ fn floods_by_iser_do_not_keep_others_from_being_served() {
     // Commands out of order are ignored. A peer that exhausts the posted receives loses its connection, and connects again.
     let mut command = [0; 48];
     (command[0], command[1], command[24]) = (0x01, 0x80, 0x7f);
-    flood::serves_others_during(
+    flood_peers::serves_others_during(
         "commands out of order",
         FLOODS,
         |stop| {

@@ -1,7 +1,6 @@
 //! The conformance suite over user-space iWARP on loopback TCP.
 
-mod conformance;
-
+use crate::conformance;
 use conformance::Lab;
 use std::sync::Arc;
 use std::time::Duration;

@@ -1,7 +1,6 @@
 //! The conformance suite through shared memory.
 
-mod conformance;
-
+use crate::conformance;
 use conformance::Lab;
 use std::io::{BufRead, BufReader};
 use std::net::SocketAddr;
@@ -56,8 +55,9 @@ fn rings_go_with_the_connection() {
     }
     if std::env::var_os(CHILD).is_none() {
         let mut command = Command::new(std::env::current_exe().unwrap());
-        let done = command.args(["--exact", "rings_go_with_the_connection"]).env(CHILD, "rings").status().unwrap();
-        assert!(done.success());
+        let done = command.args(["--exact", "shm::rings_go_with_the_connection"]).env(CHILD, "rings").output().unwrap();
+        let output = String::from_utf8_lossy(&done.stdout);
+        assert!(done.status.success() && output.contains("1 passed"), "{output}");
         return;
     }
     let rings = || std::fs::read_to_string("/proc/self/maps").unwrap().matches("thruway shm").count();
@@ -92,7 +92,7 @@ fn child(what: &str) -> (Child, SocketAddr) {
     } else {
         Command::new(program)
     };
-    command.args(["--exact", "the_other_process", "--nocapture"]).env(CHILD, what).stdout(Stdio::piped());
+    command.args(["--exact", "shm::the_other_process", "--nocapture"]).env(CHILD, what).stdout(Stdio::piped());
     let mut child = command.spawn().unwrap();
     let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
     let addr = lines.find_map(|line| line.unwrap().strip_prefix("listening on ").map(|addr| addr.parse().unwrap()));

@@ -1,8 +1,7 @@
 //! The conformance suite over RDMA devices. Those are in the guest: `cargo xtask vm test verbs`
 //! runs these tests there, with `THRUWAY_VERBS_DEVICE` and `THRUWAY_VERBS_ADDRESS`.
 
-mod conformance;
-
+use crate::conformance;
 use conformance::Lab;
 use thruway_fabric::{iwarp, verbs};
 

@@ -1,9 +1,7 @@
 //! Flooding peers: other clients of the same reactors must still be served.
 
-#[path = "../../server/tests/support/flood.rs"]
-mod flood;
-mod support;
-
+use crate::flood_peers;
+use crate::support;
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::ops::RangeInclusive;
@@ -68,10 +66,10 @@ fn floods_do_not_keep_a_reactor_from_serving_others() {
     ];
     for (name, reads, what) in &floods {
         // Two flooding peers for each reactor, so that every client shares its reactor with one.
-        flood::serves_others_during(
+        flood_peers::serves_others_during(
             name,
             2 * REACTORS,
-            |stop| flood::send_again_and_again(connect(address), what, *reads, stop),
+            |stop| flood_peers::send_again_and_again(connect(address), what, *reads, stop),
             || connect(address),
             |client| exchange(client, 7),
         );

@@ -1,7 +1,6 @@
 //! Connections that are lost while their calls are in progress.
 
-mod support;
-
+use crate::support;
 use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::ops::RangeInclusive;

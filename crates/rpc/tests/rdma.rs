@@ -1,8 +1,6 @@
 //! A program served over RDMA, to clients of iWARP in user space that keep the rules and to those that do not.
 
-#[path = "../../server/tests/support/flood.rs"]
-mod flood;
-
+use crate::flood_peers;
 use std::cell::RefCell;
 use std::net::SocketAddr;
 use std::ops::RangeInclusive;
@@ -263,7 +261,7 @@ fn floods_over_rdma_do_not_keep_others_from_being_served() {
         ("calls that make no sense", message(1, Procedure::NoMessage(Chunks::default()), &[])),
     ];
     for (name, what) in &floods {
-        flood::serves_others_during(
+        flood_peers::serves_others_during(
             name,
             2 * REACTORS,
             |stop| {

@@ -1,7 +1,6 @@
 //! `thruway bench`, and the key a daemon keeps.
 
-mod support;
-
+use crate::support;
 use std::io::{BufRead, BufReader};
 use std::process::{Command, Stdio};
 use support::{Lab, THRUWAY};

@@ -1,7 +1,6 @@
 //! The block service against its users' own programs: libnbd's tools, qemu's, libiscsi's test suite.
 
-mod support;
-
+use crate::support;
 use std::fs;
 use std::io::{Read, Write};
 use std::net::TcpStream;

@@ -1,7 +1,6 @@
 //! Who may use a disk: certificates, secrets, names, users of the machine.
 
-mod support;
-
+use crate::support;
 use std::collections::VecDeque;
 use std::fs;
 use std::io::Write;

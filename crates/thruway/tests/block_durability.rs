@@ -1,7 +1,6 @@
 //! What was written to a disk is there, whatever happened to the daemon, the storage or a neighbour's write.
 
-mod support;
-
+use crate::support;
 use std::fs;
 use std::io::{BufRead, BufReader, Read};
 use std::process::{Command, Stdio};

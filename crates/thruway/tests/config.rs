@@ -1,7 +1,6 @@
 //! The daemon's configuration file.
 
-mod support;
-
+use crate::support;
 use std::fs;
 use std::io::{BufRead, BufReader};
 use std::os::unix::fs::PermissionsExt;
@@ -339,7 +338,7 @@ fn the_reference_in_the_book_is_true() {
         fs::write(page, &made).unwrap();
     }
     let there = fs::read_to_string(page).unwrap_or_default();
-    assert!(there == made, "write it anew: THRUWAY_WRITE_DOCS=1 cargo test -p thruway --test config");
+    assert!(there == made, "write it anew: THRUWAY_WRITE_DOCS=1 cargo test -p thruway --test main config::");
 }
 
 /// `--check` refuses what `serve` would, with the same words, and locks and makes nothing.

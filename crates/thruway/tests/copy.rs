@@ -1,7 +1,6 @@
 //! `thruway cp` against a daemon, as a user runs it.
 
-mod support;
-
+use crate::support;
 use std::ffi::{OsStr, OsString};
 use std::fs;
 use std::io::{BufRead, BufReader};

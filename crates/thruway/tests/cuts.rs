@@ -2,8 +2,7 @@
 //! and with a byte changed. Whatever comes, the connection ends when its peer has ended it, nothing of it is left, others
 //! are served meanwhile, and what was not named is not touched.
 
-mod support;
-
+use crate::support;
 use std::ffi::OsStr;
 use std::fs;
 use std::io::{Read, Write};

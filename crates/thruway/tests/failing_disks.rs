@@ -3,8 +3,7 @@
 //!
 //! `THRUWAY_SEEDS=FIRST..LAST` runs others than the few that are run always.
 
-mod support;
-
+use crate::support;
 use fastrand::Rng;
 use std::cell::OnceCell;
 use std::collections::BTreeSet;

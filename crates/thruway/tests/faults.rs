@@ -1,7 +1,6 @@
 //! Crashes, cuts and full disks: data is late, never lost or wrong.
 
-mod support;
-
+use crate::support;
 use std::ffi::{OsStr, OsString};
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};

@@ -1,7 +1,6 @@
 //! Very many sessions at once.
 
-mod support;
-
+use crate::support;
 use std::ffi::OsStr;
 use std::fs;
 use std::io::{BufRead, BufReader};
@@ -9,13 +8,14 @@ use std::os::unix::fs::MetadataExt;
 use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Barrier};
+use std::time::Duration;
 use support::*;
 use thruway_engine::digest::Algorithm;
 use thruway_fabric::iwarp;
 use thruway_transfer::auth::{Credentials, KeyPair};
 use thruway_transfer::client::{self, Job, Local, Remote};
 use thruway_transfer::link::Transport;
-use thruway_transfer::session::{Pipeline, Progress};
+use thruway_transfer::session::{Pipeline, Progress, SessionError};
 use thruway_transfer::wire::TreeOptions;
 
 const SESSIONS: usize = 2000;
@@ -77,7 +77,16 @@ fn thousands_of_sessions_at_once_are_all_served() {
             let run = move || {
                 let (progress, failures) = (Arc::new(Progress::default()), Arc::clone(&failed));
                 start.wait();
-                let result = client::run(&job, &pipeline, &progress, &(Arc::new(|_: &_| {}) as _), None);
+                let attempt = || client::run(&job, &pipeline, &progress, &(Arc::new(|_: &_| {}) as _), None);
+                // A busy daemon refuses further handshakes, and the caller tries again.
+                let is_refused = |result: &Result<_, _>| {
+                    result.as_ref().is_err_and(|error: &SessionError| error.to_string().contains("too many handshakes"))
+                };
+                let mut result = attempt();
+                while is_refused(&result) {
+                    std::thread::sleep(Duration::from_millis(10));
+                    result = attempt();
+                }
                 if let Err(error) = result {
                     eprintln!("session {number}: {error}");
                     failures.fetch_add(1, Ordering::SeqCst);

@@ -1,7 +1,6 @@
 //! Shares of memory, as programs in user space use them: no kernel's client, and no rights, are needed.
 
-mod support;
-
+use crate::support;
 use std::fs;
 use std::io::{BufRead, BufReader};
 use std::process::{Command, Stdio};

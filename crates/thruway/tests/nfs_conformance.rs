@@ -1,9 +1,7 @@
 //! Conformance table of NFS version 4: runs each of its cases against a daemon, and generates its page of the book.
 
-#[path = "nfs/mod.rs"]
-mod nfs;
-mod support;
-
+use crate::support;
+use crate::support::nfs_python;
 use serde::Deserialize;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
@@ -193,7 +191,7 @@ for number in numbers:
 "#;
         let minor = minor.to_string();
         let args: Vec<&str> = [&*minor].into_iter().chain(numbers.iter().map(String::as_str)).collect();
-        let said = nfs::python(&daemon.at("nfs"), script, &args);
+        let said = nfs_python::python(&daemon.at("nfs"), script, &args);
         let said: Vec<(u32, u32)> = said
             .lines()
             .filter_map(|line| line.split_once(' '))
@@ -236,6 +234,6 @@ fn the_page_of_the_book_is_made_of_the_table() {
     let found = std::fs::read_to_string(&path).unwrap_or_default();
     assert!(
         found == page,
-        "docs/src/nfs-conformance.md: THRUWAY_WRITE_DOCS=1 cargo test -p thruway --test nfs_conformance"
+        "docs/src/nfs-conformance.md: THRUWAY_WRITE_DOCS=1 cargo test -p thruway --test main nfs_conformance::"
     );
 }

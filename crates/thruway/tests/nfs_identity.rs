@@ -1,10 +1,8 @@
 //! Identity of shared files in handles, client state and attributes. The tests mount file systems, which requires root.
 
-#[path = "nfs/mod.rs"]
-mod nfs;
-mod support;
-
-use nfs::python;
+use crate::support;
+use crate::support::nfs_python;
+use nfs_python::python;
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, chown};
 use std::path::{Path, PathBuf};

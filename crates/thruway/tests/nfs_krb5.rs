@@ -1,7 +1,6 @@
 //! Users who prove who they are, by Debian's MIT Kerberos: what they may, and what those get who only pretend to.
 
-mod support;
-
+use crate::support;
 use std::cell::RefCell;
 use std::fs;
 use std::io::{Read, Write};
@@ -106,8 +105,15 @@ fn in_a_realm(test: &str) -> bool {
     let realm = Realm::start();
     let mut again = Command::new(std::env::current_exe().unwrap());
     environment(&mut again, realm.lab.dir.path());
-    again.args([test, "--exact", "--nocapture"]).env("THRUWAY_TEST_REALM", realm.lab.dir.path());
-    assert!(again.status().unwrap().success());
+    let test = format!("nfs_krb5::{test}");
+    again.args([&test, "--exact", "--nocapture"]).env("THRUWAY_TEST_REALM", realm.lab.dir.path());
+    let done = again.output().unwrap();
+    let output = String::from_utf8_lossy(&done.stdout);
+    assert!(
+        done.status.success() && output.contains("1 passed"),
+        "{output}\n{}",
+        String::from_utf8_lossy(&done.stderr)
+    );
     false
 }
 

@@ -1,10 +1,8 @@
 //! State of NFS clients: reclaim after a restart, and quotas per host.
 
-#[path = "nfs/mod.rs"]
-mod nfs;
-mod support;
-
-use nfs::python;
+use crate::support;
+use crate::support::nfs_python;
+use nfs_python::python;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;

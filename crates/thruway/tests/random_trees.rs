@@ -14,8 +14,8 @@ mod entries;
 mod intruder;
 #[path = "random_trees/maker.rs"]
 mod maker;
-mod support;
 
+use crate::support;
 use entries::*;
 use fastrand::Rng;
 use intruder::{INTRUDER, Intruder, PLANTED};

@@ -1,7 +1,6 @@
 //! What must not happen to data, rights and names, whatever the source tree, the destination or the user looks like.
 
-mod support;
-
+use crate::support;
 use std::ffi::{OsStr, OsString};
 use std::fs;
 use std::io::{BufRead, BufReader};

@@ -3,8 +3,7 @@
 //!
 //! `THRUWAY_SOAK_SECONDS` says how long (20 if it is not set).
 
-mod support;
-
+use crate::support;
 use std::collections::{BTreeSet, HashMap};
 use std::fs;
 use std::io::{BufRead, BufReader};

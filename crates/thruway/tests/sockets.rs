@@ -3,8 +3,7 @@
 #[path = "sockets/users.rs"]
 mod users;
 
-mod support;
-
+use crate::support;
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Read};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
@@ -22,6 +21,9 @@ fn library() -> &'static Path {
 
 fn build(package: &str, library: &str) -> PathBuf {
     let beside = Path::new(THRUWAY).parent().unwrap();
+    if std::env::var_os("THRUWAY_LIBRARIES_BUILT").is_some() {
+        return beside.join(library);
+    }
     let mut cargo = Command::new(env!("CARGO"));
     cargo.args(["build", "--quiet", "-p", package]).current_dir(env!("CARGO_MANIFEST_DIR"));
     if beside.ends_with("release") {
@@ -566,6 +568,8 @@ fn python_tests(run: Option<&[&str]>, report: &Path) -> Vec<String> {
     let mut args = vec!["/usr/bin/python3", "-m", "test", "--junit-xml", report.to_str().unwrap()];
     // Virtual machines' sockets, which wait for a host that answers.
     args.extend(["--ignore", "*VSOCK*"]);
+    // Fails on a busy machine: it limits the time that a call takes.
+    args.extend(["--ignore", "*SelectorTestCase.test_timeout"]);
     args.extend(MODULES);
     let output = finish(program(run, &args));
     let told = String::from_utf8_lossy(&output.stdout).into_owned();

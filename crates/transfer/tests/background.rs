@@ -1,7 +1,6 @@
 //! Copies that another program starts, watches and ends.
 
-mod support;
-
+use crate::support;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 use support::{Served, TIMEOUT};

@@ -1,10 +1,8 @@
 //! A peer with a key that sends one kind of message or record again and again. The daemon's memory and descriptors stay within
 //! bounds, whether the peer reads the answers or not, and whether the session goes on or ends.
 
-#[path = "support/peer.rs"]
-mod peer;
-mod support;
-
+use crate::peer;
+use crate::support;
 use peer::{BLOCK, Liar, keys};
 use std::fs;
 use std::time::Duration;

@@ -1,7 +1,6 @@
 //! Peers that lie. Each ends its own session; the daemon serves the next one as if nothing had been.
 
-mod support;
-
+use crate::support;
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
@@ -17,15 +16,15 @@ use thruway_transfer::wire::*;
 const BLOCK: u32 = 64 << 10;
 
 impl Served {
-    fn new() -> Served {
+    fn anonymous() -> Served {
         Served::with(|config| config.anonymous = true)
     }
 
     fn connect(&self) -> Link {
-        self.call(random()).unwrap()
+        self.call_by_rdma(random()).unwrap()
     }
 
-    fn call(&self, token: Token) -> Result<Link, LinkError> {
+    fn call_by_rdma(&self, token: Token) -> Result<Link, LinkError> {
         let device = iwarp::Config::default().open().unwrap();
         let credentials = &Credentials::Keys(KeyPair::generate());
         let call = Call { addr: self.addr, credentials, token, early: None };
@@ -42,14 +41,14 @@ impl Served {
     }
 
     /// A session that is ready to send blocks.
-    fn session(&self) -> Liar {
+    fn rdma_session(&self) -> Liar {
         self.session_by(self.addr)
     }
 
     /// Likewise, its data channel by another way.
     fn session_by(&self, data: SocketAddr) -> Liar {
         let token = random();
-        let mut link = self.call(token).unwrap();
+        let mut link = self.call_by_rdma(token).unwrap();
         link.send(&Control::Session(Box::new(self.request()))).unwrap();
         let Control::SessionReply(reply) = link.next_control().unwrap() else { panic!("no reply") };
         link.send(&Control::BlockSize(BLOCK)).unwrap();
@@ -101,7 +100,7 @@ impl Served {
 
     /// The daemon is alive and well.
     fn check_alive(&self) {
-        self.copy_honestly(self.session());
+        self.copy_honestly(self.rdma_session());
     }
 
     /// One file by a peer that keeps to the rules, up to its farewell.
@@ -242,9 +241,9 @@ fn lies_about_blocks_end_the_session() {
             l.write(block, header);
         }),
     ];
-    let lab = Served::new();
+    let lab = Served::anonymous();
     for (what, lie) in lies {
-        let mut liar = lab.session();
+        let mut liar = lab.rdma_session();
         while liar.credits.len() < 2 {
             liar.link.send(&Control::RegionRequest).unwrap();
             let Control::RegionReply(more) = liar.link.next_control().unwrap() else { panic!("no credits") };
@@ -259,8 +258,8 @@ fn lies_about_blocks_end_the_session() {
 
 #[test]
 fn a_credit_works_once() {
-    let lab = Served::new();
-    let mut liar = lab.session();
+    let lab = Served::anonymous();
+    let mut liar = lab.rdma_session();
     let credit = liar.credits[0];
     let (block, header) = liar.pack(&[], 0);
     liar.write(block, header);
@@ -273,7 +272,7 @@ fn a_credit_works_once() {
 
 #[test]
 fn records_that_lead_out_of_the_root_or_make_no_sense_end_the_session() {
-    let lab = Served::new();
+    let lab = Served::anonymous();
     let meta = Meta { mode: 0o644, ..Meta::default() };
     let bad = [
         Record::File { path: b"../evil".to_vec(), meta: meta.clone() },
@@ -291,7 +290,7 @@ fn records_that_lead_out_of_the_root_or_make_no_sense_end_the_session() {
         Record::Link { path: b"fine".to_vec(), target: b"honest".to_vec() },
     ];
     for record in bad {
-        let mut liar = lab.session();
+        let mut liar = lab.rdma_session();
         let (block, header) = liar.pack(&[(record.clone(), b"")], 0);
         liar.write(block, header);
         let said = liar.ended();
@@ -303,14 +302,14 @@ fn records_that_lead_out_of_the_root_or_make_no_sense_end_the_session() {
 
 #[test]
 fn a_source_goes_on_only_with_what_it_was_told_is_there() {
-    let lab = Served::new();
+    let lab = Served::anonymous();
     let meta = Meta { mode: 0o644, size: 4, ..Meta::default() };
     std::fs::write(lab.dir.path().join("there"), "here").unwrap();
     for record in [
         Record::Begin { file: 1, path: b"there".to_vec(), meta: meta.clone(), resume: true },
         Record::Attributes { path: b"there".to_vec(), meta: Meta { mode: 0o777, ..meta.clone() } },
     ] {
-        let mut liar = lab.session();
+        let mut liar = lab.rdma_session();
         let (block, header) = liar.pack(&[(record.clone(), b"")], 0);
         liar.write(block, header);
         let said = liar.ended();
@@ -323,8 +322,8 @@ fn a_source_goes_on_only_with_what_it_was_told_is_there() {
 
 #[test]
 fn data_beyond_its_file_ends_the_session() {
-    let lab = Served::new();
-    let mut liar = lab.session();
+    let lab = Served::anonymous();
+    let mut liar = lab.rdma_session();
     let meta = Meta { mode: 0o644, size: 100, ..Meta::default() };
     let begin = Record::Begin { file: 1, path: b"f".to_vec(), meta, resume: false };
     let (block, header) = liar.pack(&[(begin, b"")], 0);
@@ -348,7 +347,7 @@ fn data_beyond_its_file_ends_the_session() {
 
 #[test]
 fn messages_out_of_turn_end_the_session() {
-    let lab = Served::new();
+    let lab = Served::anonymous();
     for message in [
         Control::Verdict { batch: 0, answers: vec![Answer::Send] },
         Control::DataSetReply(Summary::default()),
@@ -357,7 +356,7 @@ fn messages_out_of_turn_end_the_session() {
         Control::DataSetComplete(u64::MAX),
         Control::RegionReply(vec![Credit { block: 0, channel: 0, addr: 0, rkey: 0 }]),
     ] {
-        let mut liar = lab.session();
+        let mut liar = lab.rdma_session();
         liar.link.send(&message).unwrap();
         liar.ended();
     }
@@ -369,7 +368,7 @@ fn messages_out_of_turn_end_the_session() {
 
 #[test]
 fn refused_requests_say_why() {
-    let lab = Served::new();
+    let lab = Served::anonymous();
     let ask = |change: &dyn Fn(&mut SessionRequest)| {
         let mut request = lab.request();
         change(&mut request);
@@ -397,7 +396,7 @@ fn refused_requests_say_why() {
 #[test]
 fn strangers_at_the_door_harm_nobody() {
     use std::io::Write;
-    let lab = Served::new();
+    let lab = Served::anonymous();
     let mut open = Vec::new();
     for i in 0..200u32 {
         let mut stream = std::net::TcpStream::connect(lab.addr).unwrap();
@@ -415,22 +414,22 @@ fn strangers_at_the_door_harm_nobody() {
 #[test]
 fn data_connections_that_nobody_expects_are_refused() {
     use std::io::{Read, Write};
-    let lab = Served::new();
+    let lab = Served::anonymous();
     let greeting = Hello::Data { token: random(), channel: 1 }.encode();
     let mut stream = std::net::TcpStream::connect(lab.addr).unwrap();
     stream.write_all(&[b"TWFT", &(greeting.len() as u16).to_be_bytes()[..], &greeting].concat()).unwrap();
     assert_eq!(stream.read(&mut [0]).unwrap(), 0, "no such session");
     let token = random();
-    let first = lab.call(token).unwrap();
-    assert!(lab.call(token).is_err(), "two sessions with one token");
+    let first = lab.call_by_rdma(token).unwrap();
+    assert!(lab.call_by_rdma(token).is_err(), "two sessions with one token");
     drop(first);
     lab.check_alive();
 }
 
 #[test]
 fn a_flood_of_control_messages_is_bounded() {
-    let lab = Served::new();
-    let mut liar = lab.session();
+    let lab = Served::anonymous();
+    let mut liar = lab.rdma_session();
     // As many as a source makes are answered in turn; more are held against it.
     let offer = |i: u32| {
         let path = format!("f{i}").into_bytes();
@@ -464,7 +463,7 @@ fn a_flood_of_control_messages_is_bounded() {
 
 #[test]
 fn the_end_of_a_data_channel_may_overtake_the_farewell() {
-    let lab = Served::new();
+    let lab = Served::anonymous();
     for _ in 0..20 {
         let (way, connections) = lab.detour();
         let mut liar = lab.copy_honestly(lab.session_by(way));

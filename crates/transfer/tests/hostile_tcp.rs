@@ -1,9 +1,7 @@
 //! Sources that lie over plain TCP, where pieces of files go from the socket into the file.
 
-#[path = "support/peer.rs"]
-mod peer;
-mod support;
-
+use crate::peer;
+use crate::support;
 use peer::{BLOCK, Liar, keys};
 use std::io::Write;
 use std::os::unix::fs::MetadataExt;

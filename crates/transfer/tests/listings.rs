@@ -1,7 +1,6 @@
 //! Listings of large directories, for peers that do not read them.
 
-mod support;
-
+use crate::support;
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use support::Served;

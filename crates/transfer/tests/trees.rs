@@ -1,7 +1,6 @@
 //! Trees by way of the library: what is done when the last byte has arrived.
 
-mod support;
-
+use crate::support;
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::Path;

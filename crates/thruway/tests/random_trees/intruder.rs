@@ -1,6 +1,6 @@
 //! A user who reads, plants and exchanges entries during the copy of another user.
 
-use crate::entries::{Identity, identity};
+use super::entries::{Identity, identity};
 use fastrand::Rng;
 use rustix::fs::{Access, AtFlags, CWD, FileType, Mode, RenameFlags, Timespec, Timestamps, XattrFlags};
 use std::collections::BTreeSet;

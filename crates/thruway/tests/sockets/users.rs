@@ -1,7 +1,7 @@
 //! Programs of several users: those of a group's members meet, and no others; and what a member does who lies.
 
+use super::{Running, counters, finish, library, script};
 use crate::support::Lab;
-use crate::{Running, counters, finish, library, script};
 use std::collections::BTreeMap;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;

@@ -3,6 +3,7 @@
 
 pub(crate) mod disks;
 pub(crate) mod nbd;
+pub(crate) mod nfs_python;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::{OsStr, OsString};
