@@ -42,6 +42,7 @@ cargo xtask TASK
   fio           builds fio's external engine for the fio that is installed; prints where it is
   setup         only install what the tests need (Debian packages and cargo tools)
   bench [NAME]  comparisons with other programs, as a table (see bench/README.md)
+  bench smoke   each comparison on this host once, with little data and the program of the tests: shows that it works
 ";
 
 /// Debian packages that the build and the tests use.
@@ -101,7 +102,8 @@ fn main() -> ExitCode {
         ["fuzz", seconds] => fuzz(seconds),
         ["semver", rev] => semver(rev),
         ["mutants", part, rest @ ..] => mutants(part, rest),
-        ["bench", "sockets", "fallback", rest @ ..] => bench_fallback(rest),
+        ["bench", "smoke"] => bench_smoke(),
+        ["bench", "sockets", "fallback", rest @ ..] => bench_fallback(rest, &[]),
         ["bench", rest @ ..] => run("bench", "bash", &[&["bench/run"], rest].concat()),
         _ => {
             print!("{USAGE}");
@@ -165,6 +167,9 @@ fn setup() -> Result<(), String> {
     }
     if !has("cargo-deny") {
         run("cargo-deny", "cargo", &["install", "--locked", "cargo-deny"])?;
+    }
+    if !has("cargo-nextest") {
+        run("cargo-nextest", "cargo", &["install", "--locked", "--quiet", "--version", "0.9.151", "cargo-nextest"])?;
     }
     Ok(())
 }
@@ -254,12 +259,27 @@ fn node() -> Result<String, String> {
 }
 
 /// Cost of `thruway run` for connections on TCP: all programs, or those with these names.
-fn bench_fallback(names: &[&str]) -> Result<(), String> {
+fn bench_fallback(names: &[&str], vars: &[(&str, &str)]) -> Result<(), String> {
     install(
         PROGRAMS.into_iter().filter(|(command, _)| *command == "npm" && !has(command)).map(|(_, package)| package),
     )?;
     let node = node()?;
-    run_with("bench", "bash", &[&["bench/run", "sockets", "fallback"], names].concat(), &[("NODE", &node)])
+    let vars = [vars, &[("NODE", &node)]].concat();
+    run_with("bench", "bash", &[&["bench/run", "sockets", "fallback"], names].concat(), &vars)
+}
+
+/// Comparisons on this host.
+const COMPARISONS: [&[&str]; 5] = [&[], &["sockets"], &["block"], &["nfs"], &["paths"]];
+
+fn bench_smoke() -> Result<(), String> {
+    run("libraries", "cargo", &["build", "--workspace", "--quiet"])?;
+    let program = top().join("target/debug/thruway");
+    let program = program.to_str().ok_or("the checkout's path is not UTF-8")?;
+    let vars = [("THRUWAY_BENCH_SMOKE", "1"), ("THRUWAY_BENCH_PROGRAM", program)];
+    for name in COMPARISONS {
+        run_with(&format!("bench {}", name.join(" ")), "bash", &[&["bench/run"], name].concat(), &vars)?;
+    }
+    bench_fallback(&[], &vars)
 }
 
 /// Both programs are crates; they are built once.
@@ -301,6 +321,7 @@ fn test() -> Result<(), String> {
     let mut steps = Steps::default();
     check(&mut steps);
     steps.run("tests", unit);
+    steps.run("comparisons", bench_smoke);
     steps.run("loom", loom);
     steps.run("sanitizers", sanitize);
     steps.run("guests", || vm::test(""));
@@ -361,11 +382,20 @@ fn quick() -> Result<(), String> {
     run("conformance", "cargo", &conformance)
 }
 
-/// Longest that all unit and integration tests may take, in seconds: one that hangs is a failure, and not a run without end.
+/// Limit for all unit and integration tests, seconds. A test that hangs ends earlier (`.config/nextest.toml`).
 const TESTS_MAX: &str = "2400";
 
+/// Tests at a time for each processor: many wait for other processes.
+const TESTS_PER_PROCESSOR: usize = 2;
+
 fn unit() -> Result<(), String> {
-    run("tests", "timeout", &["--kill-after=10", TESTS_MAX, "cargo", "test", "--workspace", "--quiet"])
+    // Programs under test load these libraries, which no test is linked with.
+    run("libraries", "cargo", &["build", "--workspace", "--quiet"])?;
+    let threads = std::thread::available_parallelism().map_or(1, usize::from) * TESTS_PER_PROCESSOR;
+    let vars = [("THRUWAY_LIBRARIES_BUILT", "1"), ("NEXTEST_TEST_THREADS", &threads.to_string()[..])];
+    let nextest = ["--kill-after=10", TESTS_MAX, "cargo", "nextest", "run", "--workspace", "--profile", "all"];
+    run_with("tests", "timeout", &nextest, &vars)?;
+    run("examples in the documentation", "cargo", &["test", "--workspace", "--quiet", "--doc"])
 }
 
 fn loom() -> Result<(), String> {
@@ -390,9 +420,10 @@ fn sanitize() -> Result<(), String> {
     if !known {
         run("nightly toolchain", "rustup", &["toolchain", "install", "nightly", "--profile", "minimal"])?;
     }
-    let args = "+nightly test --quiet --target x86_64-unknown-linux-gnu --target-dir target/sanitize --lib --tests \
+    let args = "+nightly test --quiet --target x86_64-unknown-linux-gnu --target-dir target/sanitize --lib --tests --examples \
                 -p thruway-memory -p thruway-tcp -p thruway-iwarp -p thruway-fabric -p thruway-engine -p thruway-fs \
-                -p thruway-server -p thruway-block -p thruway-sockets -p thruway-streams";
+                -p thruway-server -p thruway-block -p thruway-sockets -p thruway-streams -p thruway-extended -p thruway-gss \
+                -p thruway-relay -p thruway-preload";
     let args: Vec<&str> = args.split_whitespace().collect();
     let vars = [("RUSTFLAGS", "-Zsanitizer=address"), ("THRUWAY_SANITIZED", "1")];
     run_with("tests under AddressSanitizer", "cargo", &args, &vars)

@@ -185,6 +185,8 @@ fn c_example(prefix: &Path) -> PathBuf {
     let program = prefix.join("counter");
     let mut compiler = Command::new("cc");
     compiler.args(["-std=c11", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-Werror"]);
+    // The library has to find AddressSanitizer's functions in the program.
+    compiler.args(std::env::var_os("THRUWAY_SANITIZED").map(|_| "-fsanitize=address"));
     compiler.arg(root.join("examples/counter.c")).arg("-o").arg(&program).args(flags.split_whitespace());
     assert!(compiler.status().expect("a C compiler").success());
     program

@@ -643,14 +643,18 @@ def limits():
         enough.clear()
         thread = threading.Thread(target=what)
         thread.start()
-        result = call()
-        enough.set()
-        thread.join()
-        return result
+        try:
+            return call()
+        except BlockingIOError:
+            return 0  # On a busy machine, the thread has moved nothing in time.
+        finally:
+            enough.set()
+            thread.join()
 
     for flags in (0, socket.MSG_TRUNC):
-        moved = 0
-        got = slowly(trickle, lambda: len(one.recv(10_000, socket.MSG_WAITALL | flags)))
+        got = moved = 0
+        while got == 0:
+            got = slowly(trickle, lambda: len(one.recv(10_000, socket.MSG_WAITALL | flags)))
         assert 0 < got < 10_000
         exactly(one, moved - got)
     moved = 0
