@@ -420,12 +420,15 @@ fn sanitize() -> Result<(), String> {
     if !known {
         run("nightly toolchain", "rustup", &["toolchain", "install", "nightly", "--profile", "minimal"])?;
     }
-    let args = "+nightly test --quiet --target x86_64-unknown-linux-gnu --target-dir target/sanitize --lib --tests --examples \
-                -p thruway-memory -p thruway-tcp -p thruway-iwarp -p thruway-fabric -p thruway-engine -p thruway-fs \
-                -p thruway-server -p thruway-block -p thruway-sockets -p thruway-streams -p thruway-extended -p thruway-gss \
-                -p thruway-relay -p thruway-preload";
-    let args: Vec<&str> = args.split_whitespace().collect();
+    let place = "--quiet --target x86_64-unknown-linux-gnu --target-dir target/sanitize";
     let vars = [("RUSTFLAGS", "-Zsanitizer=address"), ("THRUWAY_SANITIZED", "1")];
+    let examples = format!("+nightly build {place} --examples -p thruway-extended");
+    run_with("examples", "cargo", &examples.split_whitespace().collect::<Vec<_>>(), &vars)?;
+    let packages = "-p thruway-memory -p thruway-tcp -p thruway-iwarp -p thruway-fabric -p thruway-engine -p thruway-fs \
+                -p thruway-server -p thruway-block -p thruway-sockets -p thruway-streams -p thruway-extended -p thruway-gss \
+                    -p thruway-relay -p thruway-preload";
+    let args = format!("+nightly test {place} --lib --tests {packages}");
+    let args: Vec<&str> = args.split_whitespace().collect();
     run_with("tests under AddressSanitizer", "cargo", &args, &vars)
 }
 

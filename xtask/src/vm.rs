@@ -68,7 +68,7 @@ struct Test {
     guest: Guest,
 }
 
-/// What a guest is.
+/// Properties of a guest.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Backend {
     /// User Mode Linux: an ordinary process, near full speed, one memory node.
@@ -77,7 +77,7 @@ enum Backend {
     Qemu,
 }
 
-/// What a test, or a command, asks of its guest.
+/// Guest for a test or a command.
 #[derive(Clone, Copy)]
 struct Guest {
     backend: Backend,

@@ -233,7 +233,7 @@ pub(crate) fn before_another_program() {
         }
     });
     // This process may have the other end, too.
-    slots::each(|number, fd| _ = data::answer_peer(slots::slot(number), fd));
+    data::answer_all_peers();
 }
 
 /// Excludes other threads of this process while one returns a connection to plain TCP.
@@ -297,7 +297,7 @@ pub(crate) fn leave_reading(number: u32, fd: c_int) {
     if !slots::slot(number).is_foreign.load(Ordering::Relaxed) {
         hand_over(number, fd, true);
         // This process may have the other end, too, and may be about to wait.
-        slots::each(|number, fd| _ = data::answer_peer(slots::slot(number), fd));
+        data::answer_all_peers();
     }
 }
 

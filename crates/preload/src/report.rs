@@ -57,6 +57,7 @@ pub(crate) enum Reason {
     Unsupported,
     Uring,
     Doorbells,
+    OneShot,
     Memory,
     Ended,
     Failed,
@@ -83,6 +84,7 @@ impl Reason {
                 "TCP: the program uses io_uring, by which the kernel uses sockets without calls of the C library"
             }
             Reason::Doorbells => "TCP: small messages that each need a doorbell gain nothing by memory",
+            Reason::OneShot => "TCP: the program has registered it with EPOLLONESHOT",
             Reason::Memory => "TCP: no memory for rings within the limit",
             Reason::Ended => "TCP: one end was shut down before it could be accelerated",
             Reason::Failed => "TCP: acceleration has failed",
@@ -101,6 +103,7 @@ impl Reason {
             Reason::Unsupported => &counters.unsupported_use,
             Reason::Uring => &counters.io_uring,
             Reason::Doorbells => &counters.doorbells_only,
+            Reason::OneShot => &counters.one_shot,
             Reason::Memory => &counters.no_memory,
             Reason::Ended => &counters.short,
             Reason::Failed => &counters.failed,

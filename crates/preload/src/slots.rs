@@ -113,6 +113,10 @@ pub(crate) struct Slot {
     pub(crate) receives: AtomicBool,
     /// A call that waits for it has been seen.
     pub(crate) is_watched: AtomicBool,
+    /// The program has registered it with `EPOLLONESHOT`.
+    pub(crate) is_one_shot: AtomicBool,
+    /// It has gone back to TCP for that: the kernel knows of all bytes.
+    pub(crate) is_left_to_kernel: AtomicBool,
     /// What cannot be seen may hold the connection.
     pub(crate) is_foreign: AtomicBool,
     /// The other end, on this host, is another user's.
@@ -396,6 +400,8 @@ pub(crate) fn add(fd: i32, forks: u32, is_accepted: bool) {
         &slot.polls_for_room,
         &slot.receives,
         &slot.is_watched,
+        &slot.is_one_shot,
+        &slot.is_left_to_kernel,
         &slot.is_others,
         &slot.was_shared,
         &slot.no_delay,
@@ -756,6 +762,12 @@ impl Slot {
     /// may be another file's by now.
     pub(crate) fn descriptor(&self) -> i32 {
         local(self.number()).fd.load(Ordering::Relaxed)
+    }
+
+    /// True if a descriptor is one of the connection. Under one of the slot's locks it stays so: a thread that closes the descriptor first
+    /// takes it out of the table and then waits for the locks. The kernel may give its number to another connection afterwards.
+    pub(crate) fn has(&self, fd: i32) -> bool {
+        find(fd) == Some(self.number())
     }
 
     fn number(&self) -> u32 {

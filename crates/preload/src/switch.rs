@@ -149,6 +149,10 @@ fn consider(number: u32, fd: i32, calls: u32) {
         decline(slot, &guard);
         return never(slot, fd, Reason::Shared, &"");
     }
+    if matches!(slot.phase.load(Ordering::Acquire), phase::LOOKING | phase::LISTED) && stays_one_shot(slot, &guard) {
+        decline(slot, &guard);
+        return never(slot, fd, Reason::OneShot, &"");
+    }
     match slot.phase.load(Ordering::Acquire) {
         phase::PLAIN => begin(number, slot, &guard, fd, calls),
         phase::LOOKING => look(slot, &guard, fd, calls),
@@ -204,6 +208,23 @@ fn consider(number: u32, fd: i32, calls: u32) {
     }
 }
 
+/// True for a connection within this host that the program has registered with `EPOLLONESHOT`. Only the kernel can end such a registration
+/// with the event that it gives: with unread bytes that the kernel does not know of, two threads could get an event.
+fn stays_one_shot(slot: &Slot, guard: &Guard<'_>) -> bool {
+    slot.is_one_shot.load(Ordering::Relaxed) && !slot.upgrade(guard).by_relay
+}
+
+/// The program is about to register a connection with `EPOLLONESHOT`: it goes back to TCP, unless it has unread bytes. Then the next call
+/// tries again.
+pub(crate) fn leave_for_one_shot(number: u32, fd: i32) {
+    let slot = slots::slot(number);
+    let is_left = slot.is_left_to_kernel.load(Ordering::SeqCst) || !slot.is_accelerated() || relayed::is_relayed(slot);
+    if !is_left && crate::data::demote_if_read(slot, fd) {
+        slot.is_left_to_kernel.store(true, Ordering::SeqCst);
+        stays(slot, fd, Reason::OneShot, &", from here on");
+    }
+}
+
 /// A connection that has lasted.
 fn begin(number: u32, slot: &'static Slot, guard: &Guard<'_>, fd: i32, calls: u32) {
     if !slot.is_only_ours(number) {
@@ -242,6 +263,9 @@ fn begin(number: u32, slot: &'static Slot, guard: &Guard<'_>, fd: i32, calls: u3
     }
     if waits_for_more(slot, settings, [local.port(), peer.port()]) {
         return;
+    }
+    if !by_relay && slot.is_one_shot.load(Ordering::Relaxed) {
+        return never(slot, fd, Reason::OneShot, &"");
     }
     if !by_relay && experience::is_rung(slot.service.load(Ordering::Relaxed)) {
         return never(slot, fd, Reason::Doorbells, &"");

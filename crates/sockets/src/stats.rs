@@ -83,6 +83,8 @@ counters! {
     io_uring,
     /// Ends with small messages that needed a doorbell each.
     doorbells_only,
+    /// Ends that the program has registered with `EPOLLONESHOT`.
+    one_shot,
     /// Sleeps that ended by a second look at a connection, because no doorbell had come for its bytes.
     missed,
     /// Second doorbells, for bytes that lay unread in the ring from one look to the next.

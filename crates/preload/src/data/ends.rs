@@ -93,6 +93,9 @@ fn enter_tcp_within(slot: &Slot, fd: c_int, for_good: bool, limit: Duration) -> 
     let mut pause = Pause::default();
     loop {
         let Some(mut sending) = slot.sending()? else { return Ok(()) };
+        if !slot.has(fd) {
+            return Ok(());
+        }
         if !is_settled(&sending, fd, &mut pause) {
             drop(sending);
             pause.settle_down(slot, fd, limit)?;
@@ -143,6 +146,11 @@ pub(crate) fn answer_peer(slot: &Slot, fd: c_int) -> bool {
     answer_by(slot, fd, sending)
 }
 
+/// As [`answer_peer`], for all connections of this process.
+pub(crate) fn answer_all_peers() {
+    slots::each(|number, fd| _ = answer_peer(slots::slot(number), fd));
+}
+
 /// As [`answer_peer`], in a call that has no descriptor of the connection from the program: another thread may close one meanwhile.
 pub(crate) fn answer_peer_unasked(slot: &Slot) -> bool {
     let Ok(Some(sending)) = slot.sending() else { return true };
@@ -150,6 +158,9 @@ pub(crate) fn answer_peer_unasked(slot: &Slot) -> bool {
 }
 
 fn answer_by(slot: &Slot, fd: c_int, mut sending: Sending<'_>) -> bool {
+    if !slot.has(fd) {
+        return true;
+    }
     let Sending { segment, writer, .. } = &mut sending;
     writer.answer(segment, &Connection::new(fd));
     if !writer.is_closed_by_reader(segment) || slot.plain_sends.load(Ordering::SeqCst) > 0 {
@@ -171,10 +182,18 @@ const STEP: Duration = Duration::from_millis(100);
 /// As [`answer_peer`], before the connection is closed or handed over: for two seconds at most. False if the reader has not been sent
 /// all of it by then: what follows must not look like the end.
 fn honour_before_end(slot: &Slot, fd: c_int) -> bool {
+    honour_while(slot, fd, || true)
+}
+
+/// As [`honour_before_end`], true as soon as `is_wanted` is false.
+fn honour_while(slot: &Slot, fd: c_int, is_wanted: impl Fn() -> bool) -> bool {
     let connection = Connection::new(fd);
     let mut wait = Wait::new(slot, PEER_MAX);
     loop {
         let Ok(Some(mut sending)) = slot.sending() else { return true };
+        if !is_wanted() {
+            return true;
+        }
         let Sending { segment, writer, .. } = &mut sending;
         match writer.send_again(segment, &connection) {
             Ok(false) => {}
@@ -201,6 +220,9 @@ fn call_peer(slot: &Slot, fd: c_int) -> bool {
 }
 
 fn call_by(slot: &Slot, fd: c_int, mut sending: Sending<'_>) -> bool {
+    if !slot.has(fd) {
+        return true;
+    }
     let connection = Connection::new(fd);
     let Sending { segment, writer, .. } = &mut sending;
     // On a direction that goes by TCP, a doorbell would be data.
@@ -277,7 +299,7 @@ fn return_unread(slot: &Slot, fd: c_int, receiving: &mut Receiving<'_>) -> bool 
             call_peer(slot, fd);
             (called, apart) = (Some(Instant::now()), (apart * 2).min(CALLS_MAX));
             // The peer may be in this process, and may return bytes of the other direction at the same time.
-            slots::each(|number, other| _ = answer_peer(slots::slot(number), other));
+            answer_all_peers();
         }
         std::thread::yield_now();
     }
@@ -315,6 +337,9 @@ fn demote_for(slot: &Slot, fd: c_int, unread: Unread) -> Option<usize> {
     let connection = Connection::new(fd);
     let mut left = 0;
     if let Ok(Some(mut receiving)) = slot.receiving() {
+        if !slot.has(fd) {
+            return None;
+        }
         let Receiving { segment, reader, .. } = &mut receiving;
         let (mut pause, mut wait, limit) = (Pause::default(), None, closing_time(segment));
         let patience = || {
@@ -343,12 +368,15 @@ fn demote_for(slot: &Slot, fd: c_int, unread: Unread) -> Option<usize> {
     slot.service.store(0, Ordering::Relaxed);
     call_peer_after_closing(slot, fd);
     enter_tcp_at_end(slot, fd);
-    if !honour_before_end(slot, fd) {
+    if !honour_while(slot, fd, || slot.has(fd)) && slot.has(fd) {
         reset(slot, fd);
     }
-    connection.restore_options(slot);
-    if let Ok(Some(receiving)) = slot.receiving() {
-        take_tcp_back(&receiving.segment, fd);
+    let receiving = slot.receiving().ok().flatten();
+    if slot.has(fd) {
+        connection.restore_options(slot);
+        if let Some(receiving) = receiving {
+            take_tcp_back(&receiving.segment, fd);
+        }
     }
     Some(left)
 }

@@ -362,9 +362,12 @@ pub(crate) fn after_fork() {
 
 /// True if the kernel can read an event.
 fn is_valid(event: *const epoll_event) -> bool {
+    let error = data::errno();
     // SAFETY: the kernel reads the event, and finds no instance.
     unsafe { real::epoll_ctl(-1, libc::EPOLL_CTL_ADD, -1, event.cast_mut()) };
-    data::errno() == libc::EBADF
+    let is_read = data::errno() == libc::EBADF;
+    data::fail(error);
+    is_read
 }
 
 /// Makes the call `plain`, which is an `epoll_ctl`, and records the change. The lock is held during the call: another thread may receive an
@@ -396,6 +399,14 @@ pub(crate) unsafe fn control(
     if is_kernels && slots::local(connection).registrations.load(Ordering::SeqCst) == 0 {
         return plain();
     }
+    // SAFETY: the kernel has read it.
+    let is_one_shot = |event| is_valid(event) && unsafe { (*event).events } & ONE_SHOT != 0;
+    let slot = slots::slot(connection);
+    let may_be = || operation == libc::EPOLL_CTL_ADD || slot.is_one_shot.load(Ordering::Relaxed);
+    let is_left = slot.is_left_to_kernel.load(Ordering::SeqCst) || !slot.is_accelerated();
+    if !is_left && may_be() && is_one_shot(event) {
+        switch::leave_for_one_shot(connection, fd);
+    }
     let Ok(mut guard) = instance.lock.lock() else { return plain() };
     let _expected = (operation == libc::EPOLL_CTL_ADD).then(|| Expected::new(instance, connection));
     let (states, key) = (&slots::slot(connection).one_shots, instance.key(fd));
@@ -419,7 +430,10 @@ pub(crate) unsafe fn control(
     // SAFETY: the kernel has read it, if it is not null.
     let event = unsafe { event.as_ref() }.copied();
     match event {
-        Some(event) if event.events & ONE_SHOT != 0 => states.set_events(key, event.events),
+        Some(event) if event.events & ONE_SHOT != 0 => {
+            slots::slot(connection).is_one_shot.store(true, Ordering::Relaxed);
+            states.set_events(key, event.events);
+        }
         _ => states.forget(key),
     }
     let mut is_new = None;
@@ -1011,7 +1025,13 @@ fn correct(instance: &Instance, events: &mut [epoll_event], before: usize) -> Ke
             state.look_for_room(instance.ep.load(Ordering::Relaxed), connection);
             continue;
         }
-        let at = state.with_data(event.u64);
+        // If the descriptor is another connection's by now, the event may be of that.
+        let is_current = |at: &u32| {
+            let one = &state.registrations[*at as usize];
+            let is_its = slots::find(one.fd) == Some(one.number);
+            is_its && !slots::slot(one.number).is_left_to_kernel.load(Ordering::SeqCst)
+        };
+        let at = state.with_data(event.u64).filter(is_current);
         let mut events_now = event.events;
         if is_ours(event.u64) {
             continue;

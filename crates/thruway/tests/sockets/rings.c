@@ -1,9 +1,9 @@
 /* Programs that wait and receive by io_uring, or by system calls beside the C library's functions, beside ones that do not. Prints results
  * that the test compares with those of plain TCP.
  *
- *     rings raw | oneshot | early | late
+ *     rings raw | exclusive | early | late
  *
- * raw: by the C library's `syscall`; oneshot: by epoll, registered anew for each event; early: a ring is made before the connection; late: while the connection is in use.
+ * raw: by the C library's `syscall`; exclusive: by epoll, with EPOLLEXCLUSIVE; early: a ring is made before the connection; late: while the connection is in use.
  */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
@@ -55,7 +55,7 @@ static int submit(struct io_uring_sqe *request) {
 }
 
 enum { POLL_ADD, RECEIVE, EPOLL_CTL, RING_MODES };
-enum { RAW_POLL, RAW_PPOLL, RAW_SELECT, RAW_EPOLL, RAW_READ, RAW_MODES, ONE_SHOT };
+enum { RAW_POLL, RAW_PPOLL, RAW_SELECT, RAW_EPOLL, RAW_READ, RAW_MODES, EXCLUSIVE };
 
 static int receive_by_ring(int fd, int mode, void *to, int length) {
     int n = recv(fd, to, length, MSG_DONTWAIT);
@@ -105,12 +105,12 @@ static int receive_raw(int fd, int mode, void *to, int length) {
         }
         must(syscall(SYS_epoll_wait, ep, &event, 1, -1) == 1, "epoll_wait");
         return syscall(SYS_readv, fd, &piece, 1);
-    case ONE_SHOT:
-        event.events |= EPOLLONESHOT;
-        if (ep < 0)
+    case EXCLUSIVE:
+        event.events |= EPOLLEXCLUSIVE;
+        if (ep < 0) {
             ep = epoll_create1(EPOLL_CLOEXEC);
-        if (epoll_ctl(ep, EPOLL_CTL_MOD, fd, &event) < 0)
             must(epoll_ctl(ep, EPOLL_CTL_ADD, fd, &event) == 0, "epoll_ctl");
+        }
         must(epoll_wait(ep, &event, 1, -1) == 1, "epoll_wait");
         return recv(fd, to, length, MSG_DONTWAIT);
     default:
@@ -194,15 +194,15 @@ static pid_t start(int listener, int is_server, int way, int mode, int is_late) 
 
 int main(int count, char **args) {
     setvbuf(stdout, NULL, _IOLBF, 0);
-    must(count == 2, "rings raw | oneshot | early | late");
-    int is_one_shot = strcmp(args[1], "oneshot") == 0;
-    int is_raw = is_one_shot || strcmp(args[1], "raw") == 0, is_late = strcmp(args[1], "late") == 0;
+    must(count == 2, "rings raw | exclusive | early | late");
+    int is_exclusive = strcmp(args[1], "exclusive") == 0;
+    int is_raw = is_exclusive || strcmp(args[1], "raw") == 0, is_late = strcmp(args[1], "late") == 0;
     socklen_t length = sizeof address;
     address = (struct sockaddr_in){.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
     int listener = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
     must(bind(listener, (void *)&address, length) == 0 && listen(listener, 8) == 0, "listen");
     getsockname(listener, (void *)&address, &length);
-    if (is_one_shot) {
+    if (is_exclusive) {
         /* On one processor, an end sleeps before each message comes. */
         cpu_set_t first;
         CPU_ZERO(&first);
@@ -215,7 +215,7 @@ int main(int count, char **args) {
         must(sched_setaffinity(0, sizeof first, &first) == 0, "sched_setaffinity");
         rounds = 2000;
     }
-    int first = is_one_shot ? ONE_SHOT : 0, end = is_one_shot ? ONE_SHOT + 1 : is_raw ? RAW_MODES : RING_MODES;
+    int first = is_exclusive ? EXCLUSIVE : 0, end = is_exclusive ? EXCLUSIVE + 1 : is_raw ? RAW_MODES : RING_MODES;
     for (int mode = first; mode < end; mode++)
         for (int server = 0; server < 2; server++) {
             int way = is_raw ? RAW : RING, status[2];

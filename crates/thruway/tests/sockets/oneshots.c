@@ -1,0 +1,114 @@
+/* Threads, or two processes, wait for accelerated connections that are registered for one event each time. Every call of `epoll_ctl` sets new
+ * data. Each event has the data of the last call, comes once, and is one that was asked for.
+ */
+#define _GNU_SOURCE
+#include "common.h"
+#include "pair.h"
+#include <poll.h>
+#include <pthread.h>
+#include <sys/epoll.h>
+#include <sys/mman.h>
+
+enum { CONNECTIONS = 4, THREADS = 4, TURNS = 600, LENGTH = 64 };
+
+static int ep, ends[CONNECTIONS][2];
+/* Shared with the child. Of each connection: the number of the last call of `epoll_ctl`, or 0 after its event; and what that waits for. */
+static struct shared {
+    unsigned long armed[CONNECTIONS], last[CONNECTIONS], done;
+    unsigned events[CONNECTIONS];
+} *shared;
+
+static void arm(int connection, int operation, unsigned events) {
+    unsigned long number = ++shared->last[connection];
+    shared->events[connection] = events;
+    __atomic_store_n(&shared->armed[connection], number, __ATOMIC_SEQ_CST);
+    struct epoll_event event = {.events = events | EPOLLONESHOT, .data.u64 = number << 8 | connection};
+    must(epoll_ctl(ep, operation, ends[connection][1], &event) == 0, "epoll_ctl");
+}
+
+/* Reads a message when there is one, and answers when there is room. */
+static void *serve(void *unused) {
+    while (__atomic_load_n(&shared->done, __ATOMIC_SEQ_CST) < CONNECTIONS) {
+        struct epoll_event event;
+        char message[LENGTH];
+        if (epoll_wait(ep, &event, 1, 20) != 1)
+            continue;
+        int connection = event.data.u64 & 0xff, fd = ends[connection][1];
+        unsigned long armed = __atomic_exchange_n(&shared->armed[connection], 0, __ATOMIC_SEQ_CST);
+        must(armed == event.data.u64 >> 8, "an event of an earlier call");
+        must((event.events & shared->events[connection]) != 0, "an event that was not asked for");
+        if (event.events & EPOLLIN) {
+            ssize_t length = recv(fd, message, LENGTH, MSG_DONTWAIT);
+            must(length == LENGTH || length == 0, "an event without data");
+            if (length == 0) {
+                __atomic_fetch_add(&shared->done, 1, __ATOMIC_SEQ_CST);
+                continue;
+            }
+            arm(connection, EPOLL_CTL_MOD, EPOLLOUT);
+        } else {
+            must(send(fd, "0123456789abcdef0123456789abcdef0123456789abcdef0123456789abcdef", LENGTH, 0) == LENGTH, "send");
+            arm(connection, EPOLL_CTL_MOD, EPOLLIN);
+        }
+    }
+    return unused;
+}
+
+static void *call(void *at) {
+    int *pair = at;
+    char message[LENGTH] = {0};
+    for (int turn = 0; turn < TURNS; turn++) {
+        must(send(pair[0], message, LENGTH, 0) == LENGTH, "send");
+        exactly(pair[0], LENGTH);
+    }
+    must(shutdown(pair[0], SHUT_WR) == 0, "shutdown");
+    return NULL;
+}
+
+static void serve_by(int processes) {
+    pthread_t threads[THREADS], callers[CONNECTIONS];
+    pid_t child = -1;
+    memset(shared, 0, sizeof *shared);
+    ep = epoll_create1(EPOLL_CLOEXEC);
+    for (int i = 0; i < CONNECTIONS; i++) {
+        connect_pair(0, 60, 0);
+        ends[i][0] = one, ends[i][1] = other;
+        if (i % 2 == 0)
+            arm(i, EPOLL_CTL_ADD, EPOLLIN);
+    }
+    fflush(stdout);
+    if (processes > 1 && (child = fork()) == 0) {
+        serve(NULL);
+        _exit(0);
+    }
+    for (int i = 0; i < CONNECTIONS; i++) {
+        must(pthread_create(&callers[i], NULL, call, ends[i]) == 0, "pthread_create");
+        /* Of some connections, a message is there before they are registered. */
+        struct pollfd message = {.fd = ends[i][1], .events = POLLIN};
+        if (i % 2 == 1 && (i == 1 || poll(&message, 1, -1) == 1))
+            arm(i, EPOLL_CTL_ADD, EPOLLIN);
+    }
+    for (int i = 0; i < THREADS; i++)
+        must(pthread_create(&threads[i], NULL, serve, NULL) == 0, "pthread_create");
+    for (int i = 0; i < THREADS; i++)
+        pthread_join(threads[i], NULL);
+    for (int i = 0; i < CONNECTIONS; i++) {
+        pthread_join(callers[i], NULL);
+        close(ends[i][0]);
+        close(ends[i][1]);
+    }
+    int status = 0;
+    if (child > 0)
+        must(waitpid(child, &status, 0) == child && status == 0, "the child");
+    close(ep);
+    printf("served by %d\n", processes);
+}
+
+int main(void) {
+    alarm(60);
+    setvbuf(stdout, NULL, _IOLBF, 0);
+    shared = mmap(NULL, sizeof *shared, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    must(shared != MAP_FAILED, "mmap");
+    for (int processes = 1; processes <= 2; processes++)
+        serve_by(processes);
+    return 0;
+}
