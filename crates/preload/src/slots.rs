@@ -764,13 +764,13 @@ impl Slot {
         local(self.number()).fd.load(Ordering::Relaxed)
     }
 
-    /// True if a descriptor is one of the connection. Under one of the slot's locks it stays so: a thread that closes the descriptor first
-    /// takes it out of the table and then waits for the locks. The kernel may give its number to another connection afterwards.
+    /// True if a descriptor is one of the slot's connection. Under one of the slot's locks it stays so: a thread that closes the descriptor first
+    /// takes it out of the table and then waits for the locks. Afterwards, another connection may have the descriptor, and the slot.
     pub(crate) fn has(&self, fd: i32) -> bool {
         find(fd) == Some(self.number())
     }
 
-    fn number(&self) -> u32 {
+    pub(crate) fn number(&self) -> u32 {
         let at = |slot: &Slot| std::ptr::from_ref(slot).addr();
         ((at(self) - at(slot(0))) / size_of::<Slot>()) as u32
     }

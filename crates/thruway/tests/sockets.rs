@@ -772,6 +772,13 @@ fn a_child_and_a_signal_learn_of_bytes_that_epoll_would_have_found() {
     assert!(counted["accelerated"] >= 10, "{counted:?}");
 }
 
+/// Connections go back to TCP when another thread starts a program, while their descriptors get other connections.
+#[test]
+fn programs_that_a_thread_starts_harm_no_connection_of_the_others() {
+    let counted = counters(&compare_in_c("starting", STATS));
+    assert!(counted["demoted"] > 0, "{counted:?}");
+}
+
 /// An event is returned to one thread or process, once for each call of `epoll_ctl`, with the data of that call.
 #[test]
 fn events_of_connections_registered_for_one_event_come_once() {

@@ -1,6 +1,6 @@
 //! What a connection goes through before an end of it: it is shut down, closed, or left to TCP.
 
-use super::{code, keep_error, keep_reset, reset};
+use super::{Which, code, keep_error, keep_reset, reset};
 use crate::allowance::Wait;
 use crate::relayed::{CATCH_UP_MAX, Pause, at_end, closing_time, is_settled, take_tcp_back};
 use crate::report::{count, counters};
@@ -80,20 +80,27 @@ fn discard_all_doorbells(slot: &Slot, connection: &Connection, segment: &Segment
 
 /// Has what the program sends go by TCP, before a call that only the kernel can do.
 pub(crate) fn enter_tcp(slot: &Slot, fd: c_int, for_good: bool) -> Result<(), c_int> {
-    enter_tcp_within(slot, fd, for_good, CATCH_UP_MAX)
+    enter_tcp_while(slot, fd, for_good, CATCH_UP_MAX, || slot.has(fd))
 }
 
 /// Before a connection ends here.
 pub(crate) fn enter_tcp_at_end(slot: &Slot, fd: c_int) {
     // What cannot come to the other end any more is an error there.
-    let _ = enter_tcp_within(slot, fd, true, at_end(CATCH_UP_MAX));
+    let _ = enter_tcp_while(slot, fd, true, at_end(CATCH_UP_MAX), || slot.has(fd));
 }
 
-fn enter_tcp_within(slot: &Slot, fd: c_int, for_good: bool, limit: Duration) -> Result<(), c_int> {
+/// As [`enter_tcp`]. `is_it`: the descriptor is still one of the connection.
+fn enter_tcp_while(
+    slot: &Slot,
+    fd: c_int,
+    for_good: bool,
+    limit: Duration,
+    is_it: impl Fn() -> bool,
+) -> Result<(), c_int> {
     let mut pause = Pause::default();
     loop {
         let Some(mut sending) = slot.sending()? else { return Ok(()) };
-        if !slot.has(fd) {
+        if !is_it() {
             return Ok(());
         }
         if !is_settled(&sending, fd, &mut pause) {
@@ -251,9 +258,10 @@ const CALLS: usize = 3;
 const BETWEEN_CALLS: Duration = Duration::from_micros(50);
 
 /// As [`call_peer`], after the ring was closed.
-fn call_peer_after_closing(slot: &Slot, fd: c_int) {
+fn call_peer_after_closing(which: Which) {
     for _ in 0..CALLS {
-        if call_peer(slot, fd) {
+        let Ok(Some(sending)) = which.slot.sending() else { return };
+        if !which.is_still_it() || call_by(which.slot, which.fd, sending) {
             return;
         }
         std::thread::sleep(BETWEEN_CALLS);
@@ -335,9 +343,11 @@ enum Unread {
 /// `None` if the connection stays accelerated.
 fn demote_for(slot: &Slot, fd: c_int, unread: Unread) -> Option<usize> {
     let connection = Connection::new(fd);
+    // Another thread may close the descriptor between two steps, and slot and descriptor may be those of a new connection.
+    let which = Which::new(slot.number(), fd);
     let mut left = 0;
     if let Ok(Some(mut receiving)) = slot.receiving() {
-        if !slot.has(fd) {
+        if !which.is_still_it() {
             return None;
         }
         let Receiving { segment, reader, .. } = &mut receiving;
@@ -366,13 +376,14 @@ fn demote_for(slot: &Slot, fd: c_int, unread: Unread) -> Option<usize> {
     count(&counters().demoted, 1);
     // How long it lasts is not counted from here on, and says nothing of others.
     slot.service.store(0, Ordering::Relaxed);
-    call_peer_after_closing(slot, fd);
-    enter_tcp_at_end(slot, fd);
-    if !honour_while(slot, fd, || slot.has(fd)) && slot.has(fd) {
+    call_peer_after_closing(which);
+    // What cannot come to the other end any more is an error there.
+    let _ = enter_tcp_while(slot, fd, true, at_end(CATCH_UP_MAX), || which.is_still_it());
+    if !honour_while(slot, fd, || which.is_still_it()) && which.is_still_it() {
         reset(slot, fd);
     }
     let receiving = slot.receiving().ok().flatten();
-    if slot.has(fd) {
+    if which.is_still_it() {
         connection.restore_options(slot);
         if let Some(receiving) = receiving {
             take_tcp_back(&receiving.segment, fd);

@@ -1,0 +1,80 @@
+/* A server's threads serve short connections, whose descriptors programs inherit, while another thread starts programs. Each connection goes back
+ * to TCP then; descriptors get other connections meanwhile. No byte is lost or wrong.
+ */
+#define _GNU_SOURCE
+#include "common.h"
+#include "pair.h"
+#include <pthread.h>
+
+enum { THREADS = 4, CLIENTS = 4, CONNECTIONS = 250, MESSAGES = 40, LONGEST = 100 };
+
+static int listener;
+
+static void *serve(void *unused) {
+    char bytes[LONGEST];
+    int fd;
+    while ((fd = accept(listener, NULL, NULL)) >= 0) {
+        unsigned char next = 0;
+        for (ssize_t length; (length = recv(fd, bytes, sizeof bytes, 0)) > 0;) {
+            for (int i = 0; i < length; i++)
+                must((unsigned char)bytes[i] == next++, "a byte for the server");
+            must(send(fd, bytes, length, MSG_NOSIGNAL) == length, "send");
+        }
+        close(fd);
+    }
+    return unused;
+}
+
+static void call(struct sockaddr_in *address, int seed) {
+    srand(seed);
+    for (int connection = 0; connection < CONNECTIONS; connection++) {
+        int fd = socket(AF_INET, SOCK_STREAM, 0), messages = 1 + rand() % MESSAGES;
+        unsigned char bytes[LONGEST], sent = 0, next = 0;
+        must(connect(fd, (void *)address, sizeof *address) == 0, "connect");
+        for (int message = 0; message < messages; message++) {
+            int length = 1 + rand() % LONGEST;
+            for (int i = 0; i < length; i++)
+                bytes[i] = sent++;
+            must(send(fd, bytes, length, 0) == length, "send");
+            for (int got = 0; got < length;) {
+                ssize_t some = recv(fd, bytes, length - got, 0);
+                must(some > 0, "recv");
+                for (int i = 0; i < some; i++)
+                    must(bytes[i] == next++, "a byte for the client");
+                got += some;
+            }
+        }
+        close(fd);
+    }
+}
+
+int main(void) {
+    struct sockaddr_in address;
+    pthread_t threads[THREADS];
+    pid_t clients[CLIENTS];
+    alarm(60);
+    listener = listen_anywhere(&address);
+    for (int i = 0; i < CLIENTS; i++) {
+        clients[i] = fork();
+        if (clients[i] == 0) {
+            alarm(60);
+            close(listener);
+            call(&address, i);
+            _exit(0);
+        }
+    }
+    for (int i = 0; i < THREADS; i++)
+        must(pthread_create(&threads[i], NULL, serve, NULL) == 0, "pthread_create");
+    int left = CLIENTS, status;
+    while (left > 0) {
+        must(system("true") == 0, "system");
+        /* system() waits for its own child only. */
+        for (int i = 0; i < CLIENTS; i++)
+            if (clients[i] > 0 && waitpid(clients[i], &status, WNOHANG) == clients[i]) {
+                must(status == 0, "a client");
+                clients[i] = 0, left--;
+            }
+    }
+    printf("served\n");
+    return 0;
+}
