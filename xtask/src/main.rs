@@ -42,7 +42,7 @@ cargo xtask TASK
   fio           builds fio's external engine for the fio that is installed; prints where it is
   setup         only install what the tests need (Debian packages and cargo tools)
   bench [NAME]  comparisons with other programs, as a table (see bench/README.md)
-  bench smoke   each comparison on this host once, with little data and the program of the tests: shows that it works
+  bench smoke   each comparison on this host once, with little data and the debug build, to check that it works
 ";
 
 /// Debian packages that the build and the tests use.

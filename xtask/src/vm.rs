@@ -68,7 +68,7 @@ struct Test {
     guest: Guest,
 }
 
-/// Properties of a guest.
+/// Kind of machine that runs a guest.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Backend {
     /// User Mode Linux: an ordinary process, near full speed, one memory node.

@@ -1,4 +1,4 @@
-//! All integration tests of the crate, as one program: it is linked once. `without_memory` has an allocator of its own.
+//! Integration tests of the crate as one program, which is linked once. `without_memory` is separate: it has its own allocator.
 
 mod cache;
 mod cache_nodes;

@@ -1,4 +1,4 @@
-//! All integration tests of the crate, as one program: it is linked once. `leaks` counts what the whole process has.
+//! Integration tests of the crate as one program, which is linked once. `leaks` is separate: it counts descriptors of the whole process.
 
 mod conformance;
 mod hostile;

@@ -290,9 +290,9 @@ pub(crate) fn hand_over(number: u32, fd: c_int, is_read: bool) {
     }
 }
 
-/// Before the program reads a connection by calls without hooks.
+/// Returns a connection to TCP before the program reads it by calls that the library does not intercept.
 pub(crate) fn leave_reading(number: u32, fd: c_int) {
-    // `hand_over` sets `is_foreign` before the connection has returned to TCP.
+    // Waits for a `hand_over` by another thread, which sets `is_foreign` before the connection has returned to TCP.
     let _leaving = Leaving::new(number);
     if !slots::slot(number).is_foreign.load(Ordering::Relaxed) {
         hand_over(number, fd, true);

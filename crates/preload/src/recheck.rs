@@ -107,9 +107,9 @@ impl Sleeps {
         lock::handled() == self.handled
     }
 
-    /// After `epoll_wait` has failed with `error`. True if a signal without a handler, such as SIGCHLD, came between two sleeps: while all
-    /// signals are blocked, the kernel keeps it, and it ends the next sleep. True [`DROPPED_MAX`] times at most, for handlers that this library
-    /// does not see.
+    /// True if `epoll_wait` has failed with `error` because a signal without a handler, such as SIGCHLD, came between two sleeps. All signals
+    /// are blocked there, so the kernel keeps the signal pending, and it ends the next sleep. Returns true at most [`DROPPED_MAX`] times, because
+    /// handlers may run that this library does not see.
     pub(crate) fn is_dropped_signal(&mut self, error: c_int) -> bool {
         let is_blocking = self.before.is_some() && lock::handled() == self.handled;
         let is_dropped = is_blocking && error == libc::EINTR && self.dropped < DROPPED_MAX;

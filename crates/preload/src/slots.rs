@@ -95,7 +95,7 @@ pub(crate) struct Slot {
     /// Calls that have sent or received, and their bytes.
     pub(crate) calls: AtomicU32,
     pub(crate) bytes: AtomicU64,
-    /// What they count towards acceleration.
+    /// Calls counted towards acceleration, in eighths of a call (`WHOLE` in [`crate::switch`]).
     pub(crate) counted: AtomicU32,
     /// After how many it is accelerated, and the port of the service, of which that depends; 0: not known yet.
     pub(crate) threshold: AtomicU32,
@@ -115,7 +115,7 @@ pub(crate) struct Slot {
     pub(crate) is_watched: AtomicBool,
     /// The program has registered it with `EPOLLONESHOT`.
     pub(crate) is_one_shot: AtomicBool,
-    /// It has gone back to TCP for that: the kernel knows of all bytes.
+    /// The connection has gone back to TCP because of `EPOLLONESHOT`, so the kernel reports all bytes.
     pub(crate) is_left_to_kernel: AtomicBool,
     /// What cannot be seen may hold the connection.
     pub(crate) is_foreign: AtomicBool,
@@ -764,8 +764,8 @@ impl Slot {
         local(self.number()).fd.load(Ordering::Relaxed)
     }
 
-    /// True if a descriptor is one of the slot's connection. Under one of the slot's locks it stays so: a thread that closes the descriptor first
-    /// takes it out of the table and then waits for the locks. Afterwards, another connection may have the descriptor, and the slot.
+    /// True if `fd` is a descriptor of the slot's connection. This stays true under any lock of the slot: a thread that closes the descriptor
+    /// removes it from the table, then waits for the locks. Without a lock, another connection may reuse descriptor and slot.
     pub(crate) fn has(&self, fd: i32) -> bool {
         find(fd) == Some(self.number())
     }

@@ -84,8 +84,8 @@ pub(crate) fn after_ring_call(slot: &Slot) {
     slot.counted.store(counted.saturating_add(WHOLE), Ordering::Relaxed);
 }
 
-/// Calls that receive between two checks of their doorbells. A connection goes back to TCP if there were [`RUNG_IN_FOUR`] doorbells for four
-/// calls, and the calls' mean length is below [`SMALL`].
+/// Receiving calls between two doorbell checks. A connection goes back to TCP at [`RUNG_IN_FOUR`] or more doorbells per four calls, if the calls'
+/// mean length is below [`SMALL`] bytes.
 const WEIGHED: u32 = 256;
 const RUNG_IN_FOUR: u32 = 3;
 const SMALL: u32 = 4096;
@@ -208,14 +208,14 @@ fn consider(number: u32, fd: i32, calls: u32) {
     }
 }
 
-/// True for a connection within this host that the program has registered with `EPOLLONESHOT`. Only the kernel can end such a registration
-/// with the event that it gives: with unread bytes that the kernel does not know of, two threads could get an event.
+/// True for a connection within this host that the program has registered with `EPOLLONESHOT`. Only the kernel can disable such a registration,
+/// when it reports the event. The kernel does not report unread bytes in the ring, so two threads could get an event for them.
 fn stays_one_shot(slot: &Slot, guard: &Guard<'_>) -> bool {
     slot.is_one_shot.load(Ordering::Relaxed) && !slot.upgrade(guard).by_relay
 }
 
-/// The program is about to register a connection with `EPOLLONESHOT`: it goes back to TCP, unless it has unread bytes. Then the next call
-/// tries again.
+/// Returns a connection to TCP before the program registers it with `EPOLLONESHOT`. A connection with unread bytes stays accelerated; the next
+/// `epoll_ctl` call tries again.
 pub(crate) fn leave_for_one_shot(number: u32, fd: i32) {
     let slot = slots::slot(number);
     let is_left = slot.is_left_to_kernel.load(Ordering::SeqCst) || !slot.is_accelerated() || relayed::is_relayed(slot);

@@ -772,7 +772,7 @@ fn a_child_and_a_signal_learn_of_bytes_that_epoll_would_have_found() {
     assert!(counted["accelerated"] >= 10, "{counted:?}");
 }
 
-/// Connections go back to TCP when another thread starts a program, while their descriptors get other connections.
+/// When a thread starts a program, connections of other threads go back to TCP, while their descriptors are closed and reused.
 #[test]
 fn programs_that_a_thread_starts_harm_no_connection_of_the_others() {
     let counted = counters(&compare_in_c("starting", STATS));

@@ -89,7 +89,7 @@ pub(crate) fn enter_tcp_at_end(slot: &Slot, fd: c_int) {
     let _ = enter_tcp_while(slot, fd, true, at_end(CATCH_UP_MAX), || slot.has(fd));
 }
 
-/// As [`enter_tcp`]. `is_it`: the descriptor is still one of the connection.
+/// As [`enter_tcp`]. `is_it` returns true while the descriptor belongs to the connection; afterwards, nothing is done.
 fn enter_tcp_while(
     slot: &Slot,
     fd: c_int,
@@ -343,7 +343,7 @@ enum Unread {
 /// `None` if the connection stays accelerated.
 fn demote_for(slot: &Slot, fd: c_int, unread: Unread) -> Option<usize> {
     let connection = Connection::new(fd);
-    // Another thread may close the descriptor between two steps, and slot and descriptor may be those of a new connection.
+    // Checked before each step: another thread may close the descriptor, and a new connection may reuse slot and descriptor.
     let which = Which::new(slot.number(), fd);
     let mut left = 0;
     if let Ok(Some(mut receiving)) = slot.receiving() {

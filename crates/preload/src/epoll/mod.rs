@@ -57,7 +57,7 @@ pub(crate) struct Instance {
     number: AtomicU32,
     /// One of its descriptors.
     ep: AtomicI32,
-    /// Its number among the instances of all processes, from 1 on. A process and its children have the same number for an instance.
+    /// Number of the instance, unique among processes that share the slots; from 1. A child has the same number for it as its parent.
     identity: AtomicU32,
     /// Changes by other processes that this one has taken over ([`slots::changes_by_others`]).
     changes: AtomicU32,
@@ -360,10 +360,10 @@ pub(crate) fn after_fork() {
     }
 }
 
-/// True if the kernel can read an event.
+/// True if `event` points to readable memory.
 fn is_valid(event: *const epoll_event) -> bool {
     let error = data::errno();
-    // SAFETY: the kernel reads the event, and finds no instance.
+    // SAFETY: the kernel checks the address, copies the event, and then rejects descriptor -1 with `EBADF`.
     unsafe { real::epoll_ctl(-1, libc::EPOLL_CTL_ADD, -1, event.cast_mut()) };
     let is_read = data::errno() == libc::EBADF;
     data::fail(error);
@@ -411,7 +411,7 @@ pub(crate) unsafe fn control(
     let _expected = (operation == libc::EPOLL_CTL_ADD).then(|| Expected::new(instance, connection));
     let (states, key) = (&slots::slot(connection).one_shots, instance.key(fd));
     if operation != libc::EPOLL_CTL_DEL {
-        // Before another thread or process gets the event. Another process has to know what the event is for.
+        // Before another thread or process can get the event. Other processes need the registration's events.
         let is_shared = instance.others.load(Ordering::SeqCst) != ALONE;
         // SAFETY: the kernel has read it.
         let events = if is_shared && is_valid(event) { unsafe { (*event).events } } else { 0 };
@@ -483,7 +483,7 @@ pub(crate) unsafe fn control(
         one.is_owed = must_ring && one.events & SPECIAL != 0;
         // Where the kernel's events are returned as they are, this process looks at the ring until it is empty.
         one.is_inherited = must_ring && instance.is_foreign.load(Ordering::Relaxed);
-        // If several processes have the instance, the bell informs them of the registration: after its event, the kernel has only its data.
+        // Not for an instance of several processes: the bell reports the registration to them. After the event, the kernel keeps only its data.
         if one.is_owed && one.events & ONE_SHOT != 0 && instance.others.load(Ordering::SeqCst) == ALONE {
             // Only the kernel can end the registration.
             one.renew(ep, one.events | NOW);
@@ -819,7 +819,7 @@ pub(crate) unsafe fn wait(
         // Connections may be accelerated while this thread sleeps. What has been until it counted as a sleeper is looked at.
         instance.sleepers.fetch_add(1, Ordering::SeqCst);
         let is_kernels = || {
-            // A process that has registered a connection may end, with its bell, before this thread is woken.
+            // A process may register a connection and exit. Its bell then disappears, possibly before it has woken this thread.
             let is_seen =
                 !instance.has_inner.load(Ordering::Relaxed) && instance.others.load(Ordering::SeqCst) == ALONE;
             !is_seen && switch::has_accelerated() && max > 0 && !events.is_null()
@@ -977,8 +977,8 @@ fn merge(instance: &Instance, out: &mut [epoll_event], first: usize, more: usize
 }
 
 impl Instance {
-    /// The events to return for a registration with `EPOLLONESHOT`, for which the kernel has reported `said`. 0 if another thread or process
-    /// has returned an event, or if the kernel has reported a doorbell: then the registration is good for an event again.
+    /// Events to return for a one-shot registration for which the kernel has reported the events `said`. 0 if another thread or process has
+    /// returned an event. Also 0 if the kernel has reported only a doorbell; this re-arms the registration.
     fn one_shot(&self, one: &mut Registration, said: u32) -> u32 {
         let (states, key) = (&slots::slot(one.number).one_shots, self.key(one.fd));
         // Programs without this library do not change the state. From here on, no other thread or process reads.

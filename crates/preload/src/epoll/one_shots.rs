@@ -1,14 +1,14 @@
-//! State of registrations with `EPOLLONESHOT`, shared by all processes that have the connection. To have the kernel report unread bytes, the
-//! library registers a connection again. Then the kernel may give two threads or processes an event for one `epoll_ctl` call of the program;
-//! only the first of them returns it.
+//! State of one-shot registrations (`EPOLLONESHOT`), shared by all processes that have the connection. The library re-arms a registration to
+//! make the kernel report unread bytes. Two threads or processes may then get an event for one `epoll_ctl` call of the program. Only the first
+//! of them returns the event.
 
 use libc::c_int;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
-/// Registrations of a connection that have a state. A further one has none, and all its events are returned.
+/// Maximum number of a connection's registrations that have a state. Further registrations have none, and all their events are returned.
 const PLACES: usize = 2;
 
-/// The program has called `epoll_ctl`, and no event was returned since.
+/// Flag in [`Place::key`]: no event was returned since the program's last `epoll_ctl` call.
 const ARMED: u64 = 1;
 
 /// A registration: an epoll instance, and the descriptor that was registered.
@@ -24,9 +24,9 @@ impl Key {
 
 #[derive(Default)]
 struct Place {
-    /// With [`ARMED`], or 0.
+    /// [`Key`] of the registration, with [`ARMED`] while armed; 0 if the place is free.
     key: AtomicU64,
-    /// The program's, or 0: not known yet. The kernel forgets them when it has given an event.
+    /// Events that the program has requested; 0 while they are unknown. After an event, the kernel no longer has them.
     events: AtomicU32,
 }
 
@@ -39,7 +39,7 @@ impl OneShots {
         self.0.iter().find(|place| place.key.load(Ordering::SeqCst) & !ARMED == key.0)
     }
 
-    /// Before the registration becomes good for an event. `events`: as in [`Place::events`].
+    /// Marks a registration as armed, before the kernel can report its event. `events`: as in [`Place::events`].
     pub(super) fn arm(&self, key: Key, events: u32) {
         let is_taken =
             |place: &&Place| place.key.compare_exchange(0, key.0, Ordering::SeqCst, Ordering::Relaxed).is_ok();
@@ -64,7 +64,7 @@ impl OneShots {
         self.place(key).is_none_or(|place| place.key.load(Ordering::SeqCst) & ARMED != 0)
     }
 
-    /// After the kernel has given an event. False if another thread or process has returned it.
+    /// Disarms a registration after the kernel has reported its event. False if another thread or process has returned the event.
     pub(super) fn take(&self, key: Key) -> bool {
         self.place(key).is_none_or(|place| place.key.fetch_and(!ARMED, Ordering::SeqCst) & ARMED != 0)
     }

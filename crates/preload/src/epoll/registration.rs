@@ -12,7 +12,7 @@ pub(super) const PRIORITY: u32 = libc::EPOLLPRI as u32;
 pub(super) const ENDS: u32 = (libc::EPOLLHUP | libc::EPOLLRDHUP | libc::EPOLLERR) as u32;
 pub(super) const EDGE: u32 = libc::EPOLLET as u32;
 pub(super) const ONE_SHOT: u32 = libc::EPOLLONESHOT as u32;
-/// Added to have the kernel report a connection with `EPOLLONESHOT` at once: programs request room to send by `EPOLLOUT`.
+/// Added to a one-shot registration to make the kernel report it at once. Not `EPOLLOUT`, by which programs request room to send.
 pub(super) const NOW: u32 = libc::EPOLLWRNORM as u32;
 /// With these, the kernel's own bookkeeping counts.
 pub(super) const SPECIAL: u32 = ONE_SHOT | libc::EPOLLEXCLUSIVE as u32;
@@ -152,7 +152,7 @@ impl Registration {
         }
     }
 
-    /// The events that it is good for, of those that the kernel has reported. 0 if that was a doorbell.
+    /// Events to return for a one-shot registration, of the events `said` that the kernel has reported. 0 if the kernel reported only a doorbell.
     pub(super) fn one_shot(&mut self, said: u32) -> u32 {
         self.is_owed = false;
         // Without what the kernel was asked for in place of the program.

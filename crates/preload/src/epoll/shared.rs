@@ -185,7 +185,7 @@ impl Instance {
         }
     }
 
-    /// The program's event of a registration in the kernel. `None` if it is not known, because the kernel has given it.
+    /// Event that the program requested by a registration in the kernel. `None` if unknown, because the kernel has already reported it.
     fn event(&self, entry: &Entry, connection: u32) -> Option<epoll_event> {
         let is_one_shot = entry.events & ONE_SHOT != 0;
         let known = slots::slot(connection).one_shots.events(self.key(entry.fd)).filter(|_| is_one_shot);

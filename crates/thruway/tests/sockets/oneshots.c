@@ -1,5 +1,5 @@
-/* Threads, or two processes, wait for accelerated connections that are registered for one event each time. Every call of `epoll_ctl` sets new
- * data. Each event has the data of the last call, comes once, and is one that was asked for.
+/* Threads, or two processes, wait for accelerated connections that are registered with EPOLLONESHOT. Every call of `epoll_ctl` sets new data.
+ * Each event was requested, comes once, and has the data of the last call.
  */
 #define _GNU_SOURCE
 #include "common.h"
@@ -12,7 +12,7 @@
 enum { CONNECTIONS = 4, THREADS = 4, TURNS = 600, LENGTH = 64 };
 
 static int ep, ends[CONNECTIONS][2];
-/* Shared with the child. Of each connection: the number of the last call of `epoll_ctl`, or 0 after its event; and what that waits for. */
+/* Shared with the child. For each connection: number of the last `epoll_ctl` call, in `armed` 0 after its event; and the events it requested. */
 static struct shared {
     unsigned long armed[CONNECTIONS], last[CONNECTIONS], done;
     unsigned events[CONNECTIONS];

@@ -3,7 +3,10 @@
  *
  *     rings raw | exclusive | early | late
  *
- * raw: by the C library's `syscall`; exclusive: by epoll, with EPOLLEXCLUSIVE; early: a ring is made before the connection; late: while the connection is in use.
+ * raw: by the C library's `syscall`
+ * exclusive: by epoll, with EPOLLEXCLUSIVE
+ * early: by a ring that is made before the connection
+ * late: by a ring that is made while the connection is in use
  */
 #define _GNU_SOURCE
 #include <arpa/inet.h>

@@ -185,7 +185,7 @@ static void read_in_turns(unsigned events, int is_by_child) {
     close(shared);
 }
 
-/* One process waits, after the other one has changed what a registration for one event is for. */
+/* One process changes a one-shot registration from EPOLLIN to EPOLLOUT. The other waits for the event: after the change (is_first), or during it. */
 static void changed_to_room(int is_by_child, int is_first) {
     struct epoll_event event = {.events = EPOLLIN | EPOLLONESHOT, .data.u64 = CONNECTION};
     begin();

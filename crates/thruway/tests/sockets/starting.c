@@ -1,5 +1,5 @@
-/* A server's threads serve short connections, whose descriptors programs inherit, while another thread starts programs. Each connection goes back
- * to TCP then; descriptors get other connections meanwhile. No byte is lost or wrong.
+/* Threads of a server serve short connections while another thread starts programs, which inherit the connections' descriptors. Each start
+ * returns the connections to TCP, while their descriptors are closed and reused. No byte is lost or wrong.
  */
 #define _GNU_SOURCE
 #include "common.h"

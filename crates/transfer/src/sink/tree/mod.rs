@@ -84,8 +84,8 @@ pub(crate) struct Tree {
     pub(crate) over: Arc<AtomicBool>,
     /// Held while an entry gives way to a directory.
     replacing: Mutex<()>,
-    /// Held while a directory is made and recorded, by the first byte of its key. Without it, a worker that finds the directory of another
-    /// one would record after it that the directory was not made.
+    /// Locks held while a directory is made and recorded, selected by the first byte of its key. Without them, a worker that finds another
+    /// worker's directory could record it as not made, after the other worker has recorded it as made.
     making: [Mutex<()>; MAKING],
     /// Directories made writable for the time of the copy, by path.
     unlocked: Mutex<UnlockedDirectories>,
@@ -104,7 +104,7 @@ pub(crate) struct Tree {
 /// record, they keep the mode 0700.
 const EARLY_BYTES_MAX: usize = 16 << 20;
 
-/// Locks for directories that are made at the same time.
+/// Number of locks in [`Tree::making`].
 const MAKING: usize = 16;
 
 /// Directories that one task makes above an entry: each can take a fraction of a millisecond.
