@@ -227,6 +227,7 @@ pub(crate) fn before_another_program() {
         if let Some(number) = slots::find(fd)
             && rustix::io::fcntl_getfd(slots::borrow(fd))
                 .is_ok_and(|flags| !flags.contains(rustix::io::FdFlags::CLOEXEC))
+            && may_hand_over(fd)
         {
             // What is only inherited is hardly ever read.
             hand_over(number, fd, fd <= 2);
@@ -234,6 +235,12 @@ pub(crate) fn before_another_program() {
     });
     // This process may have the other end, too.
     data::answer_all_peers();
+}
+
+/// False in a child of `vfork` whose parent has other threads, which may close and reuse the number of a connection at any time: there,
+/// only standard input, output and error are handed over.
+fn may_hand_over(fd: c_int) -> bool {
+    !slots::is_in_borrowed_memory() || slots::is_parents(fd) && (fd <= 2 || slots::is_parent_single_threaded())
 }
 
 /// Excludes other threads of this process while one returns a connection to plain TCP.

@@ -114,6 +114,7 @@ real! {
     signal(signal: c_int, handler: *mut c_void) -> *mut c_void;
     ssignal(signal: c_int, handler: *mut c_void) -> *mut c_void;
     sysv_signal(signal: c_int, handler: *mut c_void) -> *mut c_void;
+    bsd_signal(signal: c_int, handler: *mut c_void) -> *mut c_void;
     __sysv_signal(signal: c_int, handler: *mut c_void) -> *mut c_void;
     sigset(signal: c_int, handler: *mut c_void) -> *mut c_void;
     siginterrupt(signal: c_int, does: c_int) -> c_int;

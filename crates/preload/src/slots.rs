@@ -263,6 +263,28 @@ pub(crate) fn is_in_borrowed_memory() -> bool {
     PID.load(Ordering::Relaxed) != pid()
 }
 
+/// In a child of `vfork`: true if its parent has no other thread.
+pub(crate) fn is_parent_single_threaded() -> bool {
+    // "." and "..", and a directory for each thread.
+    stat_of_parent(format_args!("task")).is_some_and(|tasks| tasks.st_nlink <= 3)
+}
+
+/// In a child of `vfork`: the status of a file below its parent's directory in `/proc`.
+fn stat_of_parent(file: std::fmt::Arguments<'_>) -> Option<rustix::fs::Stat> {
+    use std::io::Write;
+    let mut path = [0u8; 48];
+    write!(&mut path[..47], "/proc/{}/{file}", PID.load(Ordering::Relaxed)).ok()?;
+    rustix::fs::stat(std::ffi::CStr::from_bytes_until_nul(&path).ok()?).ok()
+}
+
+/// In a child of `vfork`: true if a descriptor is the same socket as the parent's descriptor of this number. The table is that of the parent,
+/// whose other threads may have closed and reused the number since.
+pub(crate) fn is_parents(fd: i32) -> bool {
+    let Ok(own) = rustix::fs::fstat(borrow(fd)) else { return false };
+    let parents = stat_of_parent(format_args!("fd/{fd}"));
+    parents.is_some_and(|parents| (parents.st_dev, parents.st_ino) == (own.st_dev, own.st_ino))
+}
+
 /// This is a child that `fork` has made.
 pub(crate) fn set_process() {
     PID.store(pid(), Ordering::Relaxed);
@@ -475,8 +497,8 @@ pub(crate) fn add_duplicate(fd: i32, number: u32) {
 pub(crate) enum Last {
     /// There are others in this process.
     No,
-    /// This process's.
-    Here,
+    /// This process's, of the slot with this generation. The other processes may end meanwhile, and the slot may be reused.
+    Here(u32),
     /// That of all processes: told to one of those who close it at the same time.
     Everywhere,
 }
@@ -495,6 +517,7 @@ pub(crate) fn remove(fd: i32) -> Option<(u32, Last)> {
         return None;
     }
     let number = value - 1;
+    let generation = slot(number).generation.load(Ordering::Relaxed);
     let was_last_here = local(number).references.fetch_sub(1, Ordering::SeqCst) == 1;
     let was_last = slot(number).references.fetch_sub(1, Ordering::SeqCst) == 1;
     if !was_last_here && local(number).fd.load(Ordering::Relaxed) == fd {
@@ -506,7 +529,7 @@ pub(crate) fn remove(fd: i32) -> Option<(u32, Last)> {
     }
     let last = match (was_last_here, was_last) {
         (_, true) => Last::Everywhere,
-        (true, false) => Last::Here,
+        (true, false) => Last::Here(generation),
         (false, false) => Last::No,
     };
     Some((number, last))

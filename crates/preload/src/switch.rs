@@ -214,8 +214,8 @@ fn stays_one_shot(slot: &Slot, guard: &Guard<'_>) -> bool {
     slot.is_one_shot.load(Ordering::Relaxed) && !slot.upgrade(guard).by_relay
 }
 
-/// Returns a connection to TCP before the program registers it with `EPOLLONESHOT`. A connection with unread bytes stays accelerated; the next
-/// `epoll_ctl` call tries again.
+/// Returns a connection to TCP before the program registers it with `EPOLLONESHOT`. A connection with unread bytes stays accelerated, because
+/// they would come again only when the peer makes a call; the next `epoll_ctl` call tries again.
 pub(crate) fn leave_for_one_shot(number: u32, fd: i32) {
     let slot = slots::slot(number);
     let is_left = slot.is_left_to_kernel.load(Ordering::SeqCst) || !slot.is_accelerated() || relayed::is_relayed(slot);
@@ -921,7 +921,13 @@ pub(crate) fn account(slot: &Slot, guard: &Guard<'_>, fd: i32) {
 pub(crate) fn tear_down(number: u32, fd: i32, last: Last) {
     let slot = slots::slot(number);
     let is_last = last == Last::Everywhere;
-    if let Ok(guard) = slot.upgrading.lock() {
+    let is_still_it = || match last {
+        Last::Here(generation) => slot.generation.load(Ordering::SeqCst) == generation,
+        _ => true,
+    };
+    if let Ok(guard) = slot.upgrading.lock()
+        && is_still_it()
+    {
         if is_last && slot.phase.load(Ordering::Relaxed) == phase::LISTED {
             decline(slot, &guard);
         }
@@ -943,7 +949,9 @@ pub(crate) fn tear_down(number: u32, fd: i32, last: Last) {
                 crate::data::settle_shared(slot, fd, receiving);
             }
         }
-        if let (Ok(receiving), Ok(sending)) = (slot.receiving.lock(), slot.sending.lock()) {
+        if let (Ok(receiving), Ok(sending)) = (slot.receiving.lock(), slot.sending.lock())
+            && is_still_it()
+        {
             let segment = if is_last {
                 slot.phase.store(phase::NEVER, Ordering::Release);
                 let guards = [&guard, &receiving, &sending];
@@ -964,6 +972,9 @@ pub(crate) fn tear_down(number: u32, fd: i32, last: Last) {
                 (None, _) => {}
             }
         }
+    }
+    if !is_still_it() {
+        return;
     }
     waker::close(number);
     room::close(number);

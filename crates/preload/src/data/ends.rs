@@ -155,6 +155,10 @@ pub(crate) fn answer_peer(slot: &Slot, fd: c_int) -> bool {
 
 /// As [`answer_peer`], for all connections of this process.
 pub(crate) fn answer_all_peers() {
+    if slots::is_in_borrowed_memory() {
+        // The parent's descriptors may be others by now.
+        return;
+    }
     slots::each(|number, fd| _ = answer_peer(slots::slot(number), fd));
 }
 

@@ -62,6 +62,8 @@ pub(crate) struct Instance {
     /// Changes by other processes that this one has taken over ([`slots::changes_by_others`]).
     changes: AtomicU32,
     is_used: AtomicBool,
+    /// This process or a relative may have registered a connection with [`NOW`].
+    renews: AtomicBool,
 }
 
 /// In [`Instance::others`]: no other process has it.
@@ -127,6 +129,7 @@ fn add_as(fd: c_int, others: u8) {
         instance.connections.store(0, Ordering::Relaxed);
         instance.is_foreign.store(others != ALONE, Ordering::Relaxed);
         instance.is_nested.store(false, Ordering::Relaxed);
+        instance.renews.store(false, Ordering::Relaxed);
         instance.has_inner.store(false, Ordering::Relaxed);
         instance.others.store(others, Ordering::Relaxed);
         instance.descriptors.store(1, Ordering::Relaxed);
@@ -431,6 +434,9 @@ pub(crate) unsafe fn control(
     let event = unsafe { event.as_ref() }.copied();
     match event {
         Some(event) if event.events & ONE_SHOT != 0 => {
+            if instance.others.load(Ordering::SeqCst) != ALONE {
+                instance.renews.store(true, Ordering::Relaxed);
+            }
             slots::slot(connection).is_one_shot.store(true, Ordering::Relaxed);
             states.set_events(key, event.events);
         }
@@ -486,6 +492,7 @@ pub(crate) unsafe fn control(
         // Not for an instance of several processes: the bell reports the registration to them. After the event, the kernel keeps only its data.
         if one.is_owed && one.events & ONE_SHOT != 0 && instance.others.load(Ordering::SeqCst) == ALONE {
             // Only the kernel can end the registration.
+            instance.renews.store(true, Ordering::Relaxed);
             one.renew(ep, one.events | NOW);
             (one.is_owed, must_ring) = (false, false);
         }
@@ -1033,7 +1040,9 @@ fn correct(instance: &Instance, events: &mut [epoll_event], before: usize) -> Ke
         };
         let at = state.with_data(event.u64).filter(is_current);
         let mut events_now = event.events;
-        if is_ours(event.u64) {
+        // The event of a registration that this library had renewed, and that the program has changed since.
+        let is_renewed = event.events & NOW != 0 && at.is_none() && instance.renews.load(Ordering::Relaxed);
+        if is_ours(event.u64) || is_renewed {
             continue;
         }
         if let Some(at) = at

@@ -223,6 +223,7 @@ pub(super) fn offer_one_shots(instance: &Instance, state: &mut State) {
         let is_armed = slots::slot(one.number).one_shots.is_armed(instance.key(one.fd));
         let is_spent = || find(entries.as_deref()?, one).map(Entry::is_spent);
         if is_armed && is_readable(one) && is_spent() != Some(true) {
+            instance.renews.store(true, Ordering::Relaxed);
             one.renew(ep, one.events | NOW);
         }
     }

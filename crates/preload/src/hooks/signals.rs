@@ -16,6 +16,11 @@ pub(crate) unsafe extern "C" fn sigaction(signal: c_int, new: *const Action, old
     result
 }
 
+#[unsafe(no_mangle)]
+pub(crate) unsafe extern "C" fn __sigaction(signal: c_int, new: *const Action, old: *mut Action) -> c_int {
+    unsafe { sigaction(signal, new, old) }
+}
+
 macro_rules! setters {
     ($($name:ident;)*) => {
         $(
@@ -36,6 +41,7 @@ macro_rules! setters {
 setters! {
     signal;
     ssignal;
+    bsd_signal;
     sysv_signal;
     __sysv_signal;
     sigset;
