@@ -6,7 +6,7 @@
 #include "pair.h"
 #include <pthread.h>
 
-enum { THREADS = 4, CLIENTS = 4, CONNECTIONS = 250, MESSAGES = 40, LONGEST = 100 };
+enum { THREADS = 4, CLIENTS = 4, CONNECTIONS = 60, MESSAGES = 40, LONGEST = 100 };
 
 static int listener;
 
