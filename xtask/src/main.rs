@@ -426,7 +426,7 @@ fn sanitize() -> Result<(), String> {
     run_with("examples", "cargo", &examples.split_whitespace().collect::<Vec<_>>(), &vars)?;
     let packages = "-p thruway-memory -p thruway-tcp -p thruway-iwarp -p thruway-fabric -p thruway-engine -p thruway-fs \
                 -p thruway-server -p thruway-block -p thruway-sockets -p thruway-streams -p thruway-extended -p thruway-gss \
-                    -p thruway-relay -p thruway-preload";
+                -p thruway-relay -p thruway-preload";
     let args = format!("+nightly test {place} --lib --tests {packages}");
     let args: Vec<&str> = args.split_whitespace().collect();
     run_with("tests under AddressSanitizer", "cargo", &args, &vars)

@@ -282,7 +282,8 @@ fn stat_of_parent(file: std::fmt::Arguments<'_>) -> Option<rustix::fs::Stat> {
 pub(crate) fn is_parents(fd: i32) -> bool {
     let Ok(own) = rustix::fs::fstat(borrow(fd)) else { return false };
     let parents = stat_of_parent(format_args!("fd/{fd}"));
-    parents.is_some_and(|parents| (parents.st_dev, parents.st_ino) == (own.st_dev, own.st_ino))
+    // Without `/proc`, that is not known.
+    parents.is_none_or(|parents| (parents.st_dev, parents.st_ino) == (own.st_dev, own.st_ino))
 }
 
 /// This is a child that `fork` has made.

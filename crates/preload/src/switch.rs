@@ -218,8 +218,7 @@ fn stays_one_shot(slot: &Slot, guard: &Guard<'_>) -> bool {
 /// they would come again only when the peer makes a call; the next `epoll_ctl` call tries again.
 pub(crate) fn leave_for_one_shot(number: u32, fd: i32) {
     let slot = slots::slot(number);
-    let is_left = slot.is_left_to_kernel.load(Ordering::SeqCst) || !slot.is_accelerated() || relayed::is_relayed(slot);
-    if !is_left && crate::data::demote_if_read(slot, fd) {
+    if !relayed::is_relayed(slot) && crate::data::demote_if_read(slot, fd) {
         slot.is_left_to_kernel.store(true, Ordering::SeqCst);
         stays(slot, fd, Reason::OneShot, &", from here on");
     }

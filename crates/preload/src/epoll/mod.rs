@@ -402,22 +402,20 @@ pub(crate) unsafe fn control(
     if is_kernels && slots::local(connection).registrations.load(Ordering::SeqCst) == 0 {
         return plain();
     }
-    // SAFETY: the kernel has read it.
-    let is_one_shot = |event| is_valid(event) && unsafe { (*event).events } & ONE_SHOT != 0;
     let slot = slots::slot(connection);
-    let may_be = || operation == libc::EPOLL_CTL_ADD || slot.is_one_shot.load(Ordering::Relaxed);
-    let is_left = slot.is_left_to_kernel.load(Ordering::SeqCst) || !slot.is_accelerated();
-    if !is_left && may_be() && is_one_shot(event) {
+    let may_be_one_shot = operation == libc::EPOLL_CTL_ADD || slot.is_one_shot.load(Ordering::Relaxed);
+    let may_leave = may_be_one_shot && slot.is_accelerated() && !slot.is_left_to_kernel.load(Ordering::SeqCst);
+    let is_shared = instance.others.load(Ordering::SeqCst) != ALONE;
+    // SAFETY: the kernel has read it.
+    let events = if (may_leave || is_shared) && is_valid(event) { unsafe { (*event).events } } else { 0 };
+    if may_leave && events & ONE_SHOT != 0 {
         switch::leave_for_one_shot(connection, fd);
     }
     let Ok(mut guard) = instance.lock.lock() else { return plain() };
     let _expected = (operation == libc::EPOLL_CTL_ADD).then(|| Expected::new(instance, connection));
-    let (states, key) = (&slots::slot(connection).one_shots, instance.key(fd));
+    let (states, key) = (&slot.one_shots, instance.key(fd));
     if operation != libc::EPOLL_CTL_DEL {
         // Before another thread or process can get the event. Other processes need the registration's events.
-        let is_shared = instance.others.load(Ordering::SeqCst) != ALONE;
-        // SAFETY: the kernel has read it.
-        let events = if is_shared && is_valid(event) { unsafe { (*event).events } } else { 0 };
         states.arm(key, events);
     }
     let result = instance.change_for_all(connection, plain);
@@ -434,10 +432,10 @@ pub(crate) unsafe fn control(
     let event = unsafe { event.as_ref() }.copied();
     match event {
         Some(event) if event.events & ONE_SHOT != 0 => {
-            if instance.others.load(Ordering::SeqCst) != ALONE {
+            if is_shared {
                 instance.renews.store(true, Ordering::Relaxed);
             }
-            slots::slot(connection).is_one_shot.store(true, Ordering::Relaxed);
+            slot.is_one_shot.store(true, Ordering::Relaxed);
             states.set_events(key, event.events);
         }
         _ => states.forget(key),

@@ -50,6 +50,17 @@ static void hear(int from[2]) {
     must(read(from[0], &byte, 1) == 1, "read");
 }
 
+/* Before one process changes a registration (`is_changing`) and the other one waits: the change comes first (`is_first`), or beside the wait. */
+static void take_turn(int is_changing, int is_by_child, int is_first) {
+    int *to_waiter = is_by_child ? to_parent : to_child, *to_changer = is_by_child ? to_child : to_parent;
+    if (is_changing && !is_first)
+        hear(to_changer);
+    else if (!is_changing && is_first)
+        hear(to_waiter);
+    else if (!is_changing)
+        tell(to_changer);
+}
+
 /* Starts a child, which alarm(2) ends if it waits in vain. */
 static pid_t start(void) {
     pid_t child = fork();
@@ -106,15 +117,11 @@ static void registered_later(unsigned events, int is_by_child, int is_first) {
     pid_t child = start();
     int *way = is_by_child ? to_parent : to_child;
     if ((child == 0) == is_by_child) {
-        if (!is_first)
-            hear(is_by_child ? to_child : to_parent);
+        take_turn(1, is_by_child, is_first);
         must(epoll_ctl(shared, EPOLL_CTL_ADD, other, &event) == 0, "epoll_ctl");
         tell(way);
     } else {
-        if (is_first)
-            hear(way);
-        else
-            tell(is_by_child ? to_child : to_parent);
+        take_turn(0, is_by_child, is_first);
         must(epoll_wait(shared, &event, 1, 60000) == 1, "epoll_wait");
         must(event.events == EPOLLIN && event.data.u64 == CONNECTION, "the event");
         exactly(other, LENGTH);
@@ -195,15 +202,11 @@ static void changed_to_room(int is_by_child, int is_first) {
     int *way = is_by_child ? to_parent : to_child;
     if ((child == 0) == is_by_child) {
         event.events = EPOLLOUT | EPOLLONESHOT;
-        if (!is_first)
-            hear(is_by_child ? to_child : to_parent);
+        take_turn(1, is_by_child, is_first);
         must(epoll_ctl(shared, EPOLL_CTL_MOD, other, &event) == 0, "epoll_ctl");
         tell(way);
     } else {
-        if (is_first)
-            hear(way);
-        else
-            tell(is_by_child ? to_child : to_parent);
+        take_turn(0, is_by_child, is_first);
         must(epoll_wait(shared, &event, 1, 60000) == 1, "epoll_wait");
         must(event.events == EPOLLOUT && event.data.u64 == CONNECTION, "the event");
         must(epoll_wait(shared, &event, 1, 0) == 0, "a second event");
