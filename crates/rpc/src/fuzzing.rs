@@ -7,10 +7,11 @@ use crate::server::{Connection, Programs, Received, Transport};
 use crate::xdr::{Decoder, Encoder};
 use smallvec::SmallVec;
 use std::rc::Rc;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, LazyLock};
 use std::task::{Context, Poll, Wake};
 use thruway_server::Body;
+use tokio::runtime::{Builder, Runtime};
 
 /// A message to these programs from a hostile client.
 pub fn message(programs: &Programs, data: &[u8]) {
@@ -26,6 +27,10 @@ pub fn message(programs: &Programs, data: &[u8]) {
 
 /// Polls a future to its end as long as it wakes itself, as a yield does; `None` if it waits for something else.
 fn without_waiting<T>(work: impl Future<Output = T>) -> Option<T> {
+    // For time limits, which never end here.
+    static RUNTIME: LazyLock<Runtime> =
+        LazyLock::new(|| Builder::new_current_thread().enable_time().build().expect("a runtime"));
+    let _context = RUNTIME.enter();
     struct Woken(AtomicBool);
     impl Wake for Woken {
         fn wake(self: Arc<Self>) {
