@@ -777,6 +777,13 @@ fn a_child_and_a_signal_learn_of_bytes_that_epoll_would_have_found() {
 fn programs_that_a_thread_starts_harm_no_connection_of_the_others() {
     let counted = counters(&compare_in_c("starting", STATS));
     assert!(counted["demoted"] > 0, "{counted:?}");
+    // A connection goes back to TCP while the kernel's `send` of another thread has sent its bytes and has not returned.
+    let lab = support::Lab::new();
+    let late = build_c(&lab, "late", &["-shared", "-fPIC"]);
+    let mut run = program(STATS, &[build_c(&lab, "starting", &[]).to_str().unwrap()]);
+    run.env("LD_PRELOAD", late);
+    let output = finish(run);
+    assert!(output.status.success() && counters(&output)["demoted"] > 0, "{}", String::from_utf8_lossy(&output.stdout));
 }
 
 /// An event is returned to one thread or process, once for each call of `epoll_ctl`, with the data of that call.

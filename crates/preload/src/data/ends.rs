@@ -261,9 +261,38 @@ pub(crate) fn ask_for_doorbell(number: u32) {
 const CALLS: usize = 3;
 const BETWEEN_CALLS: Duration = Duration::from_micros(50);
 
+/// Waits for plain calls that send, during which the peer cannot be called. Does not wait for a call that the kernel keeps because the
+/// connection is full: then the peer has unread bytes, which wake it.
+fn wait_for_plain_sends(which: Which) {
+    let (slot, mut wait) = (which.slot, Wait::new(which.slot, PEER_MAX));
+    while slot.plain_sends.load(Ordering::SeqCst) > 0
+        && which.is_still_it()
+        && Connection::new(which.fd).poll() & libc::EPOLLOUT as u32 != 0
+        && wait.go_on()
+    {
+        std::thread::yield_now();
+    }
+}
+
+/// After the last of the plain calls that send: does what other threads could not do meanwhile, which is to call and to answer the peer.
+pub(super) fn catch_up_after_plain_send(which: Which) {
+    let answer = || {
+        let Ok(Some(sending)) = which.slot.sending() else { return };
+        if which.is_still_it() && sending.writer.has_peer_called(&sending.segment) {
+            answer_by(which.slot, which.fd, sending);
+        }
+    };
+    answer();
+    let Ok(Some(sending)) = which.slot.sending() else { return };
+    if which.is_still_it() && sending.writer.has_asked(&sending.segment) {
+        call_by(which.slot, which.fd, sending);
+    }
+}
+
 /// As [`call_peer`], after the ring was closed.
 fn call_peer_after_closing(which: Which) {
     for _ in 0..CALLS {
+        wait_for_plain_sends(which);
         let Ok(Some(sending)) = which.slot.sending() else { return };
         if !which.is_still_it() || call_by(which.slot, which.fd, sending) {
             return;

@@ -1,11 +1,12 @@
 //! Calls that send.
 
-use super::{NOT_ACCELERATED, Which, broken, check_cancelled, fail, keep_error, waits};
+use super::ends::catch_up_after_plain_send;
+use super::{NOT_ACCELERATED, Which, broken, check_cancelled, errno, fail, keep_error, waits};
 use crate::relayed::{CATCH_UP_MAX, Pause, is_settled, wait_for_room};
 use crate::report::{count, counters};
 use crate::room::Blocked;
 use crate::signals::{self, Handlers};
-use crate::slots::{self, Receiving, Sending, Slot, phase};
+use crate::slots::{Receiving, Sending, Slot, phase};
 use crate::tcp::Connection;
 use crate::{allowance, room, switch, wait, waker};
 use libc::{c_int, ssize_t};
@@ -24,7 +25,6 @@ pub(crate) unsafe fn transmit(
     is_plain: bool,
     plain: impl Fn(&Pieces<'_>) -> ssize_t,
 ) -> ssize_t {
-    let slot = slots::slot(number);
     // SAFETY: the caller's promise.
     let Some(mut from) = (unsafe { Pieces::new(list) }) else { return fail(libc::EINVAL) };
     let which = Which::new(number, fd);
@@ -51,7 +51,7 @@ pub(crate) unsafe fn transmit(
         let is_whole = is_plain || from.left() > OVERFLOW && Connection::new(fd).send_limit().is_some();
         let piece = if is_whole { from } else { from.limited(OVERFLOW) };
         let result = plain(&piece);
-        slot.plain_sends.fetch_sub(1, Ordering::SeqCst);
+        end_plain_send(which);
         if result > 0 {
             count(&counters().overflow_bytes, result as usize);
         }
@@ -66,6 +66,16 @@ pub(crate) unsafe fn transmit(
             let sent = total - from.left();
             return if sent > 0 { sent as ssize_t } else { result };
         }
+    }
+}
+
+/// The plain call that this thread has made has ended. The connection may have been accelerated during the call.
+fn end_plain_send(which: Which) {
+    let is_last = which.slot.plain_sends.fetch_sub(1, Ordering::SeqCst) == 1;
+    if is_last && which.slot.is_accelerated() {
+        let error = errno();
+        catch_up_after_plain_send(which);
+        fail(error);
     }
 }
 
@@ -84,7 +94,7 @@ fn transmit_plain(which: Which, plain: impl Fn() -> ssize_t) -> Option<ssize_t> 
         return None;
     }
     let result = plain();
-    slot.plain_sends.fetch_sub(1, Ordering::SeqCst);
+    end_plain_send(which);
     if result > 0 && which.is_still_it() {
         switch::after_plain_call(number, fd, result as usize, true);
     }

@@ -349,6 +349,16 @@ impl Writer {
         segment.control(self.direction).tail.load(Ordering::Relaxed) & CLOSED != 0
     }
 
+    /// True if the reader waits for an act of this end: it has closed the ring, or has asked for a doorbell.
+    pub fn has_peer_called(&self, segment: &Segment) -> bool {
+        self.is_closed_by_reader(segment) || segment.control(self.direction).asked.load(Ordering::Relaxed) != 0
+    }
+
+    /// True if this end has asked the peer for a doorbell ([`Reader::ask`](super::Reader::ask)), and the peer has not rung yet.
+    pub fn has_asked(&self, segment: &Segment) -> bool {
+        segment.control(1 - self.direction).asked.load(Ordering::SeqCst) != 0
+    }
+
     /// Rings although the peer has not asked for it, to have it look at what this end has closed. Only while the ring is in use.
     pub fn call(&self, segment: &Segment, tcp: &impl Tcp) {
         let control = segment.control(self.direction);
