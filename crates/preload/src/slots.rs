@@ -125,6 +125,8 @@ pub(crate) struct Slot {
     pub(crate) was_shared: AtomicBool,
     /// Directions that the program has shut down: 1 receiving, 2 sending.
     pub(crate) shut: AtomicU8,
+    /// A call has waited in vain for bytes that the peer has to send again.
+    pub(crate) has_waited_again: AtomicBool,
     /// The program knows that the peer was killed with bytes unread.
     pub(crate) has_told_reset: AtomicBool,
     /// What the program has set; what is set is another thing while accelerated.
@@ -418,6 +420,7 @@ pub(crate) fn add(fd: i32, forks: u32, is_accepted: bool) {
     for flag in [
         &slot.is_asynchronous,
         &slot.has_told_reset,
+        &slot.has_waited_again,
         &slot.is_counted,
         &slot.is_blocked,
         &slot.polls_for_room,

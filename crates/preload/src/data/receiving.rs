@@ -3,6 +3,7 @@
 use super::{
     NOT_ACCELERATED, Which, answer_peer, answer_peer_unasked, broken, check_cancelled, errno, fail, keep_error, waits,
 };
+use crate::allowance::Wait;
 use crate::relayed::{catch_up, is_all_here, is_lost};
 use crate::report::{count, counters};
 use crate::slots::{self, Receiving, Sending, Slot, phase};
@@ -272,6 +273,9 @@ unsafe fn receive_accelerated(which: Which, to: &mut Pieces<'_>, flags: c_int) -
         if busy_polls && wait::spin(slot, wait::Limit::within(None), || is_readable(slot)) {
             continue;
         }
+        if (flags & libc::MSG_DONTWAIT != 0 || !waits(fd)) && sum == 0 && wait_to_receive_again(which) {
+            continue;
+        }
         // A limit is one of the call, which may sleep more than once. The first sleep is the kernel's to end.
         let left = began.filter(|_| flags & libc::MSG_DONTWAIT == 0 && waits(fd));
         began.get_or_insert_with(Instant::now);
@@ -316,6 +320,35 @@ unsafe fn receive_accelerated(which: Which, to: &mut Pieces<'_>, flags: c_int) -
             }
         }
     }
+}
+
+/// Longest wait of a call that does not wait otherwise, for bytes that the peer has to send again: another call may have reported them, before
+/// another thread has returned the connection to TCP.
+const AGAIN_MAX: Duration = Duration::from_millis(20);
+
+/// As [`AGAIN_MAX`] says; once for a peer that does not send them. False if there is nothing to wait for, or nothing has come.
+fn wait_to_receive_again(which: Which) -> bool {
+    let Which { slot, fd, .. } = which;
+    let connection = Connection::new(fd);
+    let awaits = || match slot.receiving() {
+        Ok(Some(mut receiving)) if which.is_still_it() && receiving.reader.is_closed() => {
+            let Receiving { segment, reader, .. } = &mut receiving;
+            reader.awaits_again(segment, &connection) == Ok(true)
+        }
+        _ => false,
+    };
+    if slot.has_waited_again.load(Ordering::Relaxed) || !awaits() {
+        return false;
+    }
+    let mut wait = Wait::new(slot, AGAIN_MAX);
+    while wait.go_on() && connection.ends() == 0 {
+        std::thread::yield_now();
+        if !awaits() {
+            return true;
+        }
+    }
+    slot.has_waited_again.store(true, Ordering::Relaxed);
+    false
 }
 
 /// Waits a little, for more than what has been seen and stays where it is: no doorbell says when that has come. False if the call is to

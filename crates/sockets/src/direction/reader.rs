@@ -712,6 +712,19 @@ impl Reader {
         is_waiting && self.ring_len(segment).is_ok_and(|len| len > 0)
     }
 
+    /// True if this end has closed the ring, and the next byte is one of those that the peer has to send again. A call may have reported it before.
+    ///
+    /// # Errors
+    /// [`Broken`].
+    pub fn awaits_again(&mut self, segment: &Segment, tcp: &impl Tcp) -> Result<bool, Broken> {
+        let owed = self.tail.saturating_sub(self.head);
+        if !self.comes_again || owed == 0 || self.find(segment, tcp)? != Found::Nothing {
+            return Ok(false);
+        }
+        let run = self.current(segment)?;
+        Ok(run.is_none_or(|run| self.position < run.start.saturating_add(owed)))
+    }
+
     /// True if this end has read all bytes that the peer has sent by TCP: no run is open, and the last run was read to its end.
     pub fn knows_all(&self, segment: &Segment) -> bool {
         let control = segment.control(self.direction);

@@ -339,6 +339,30 @@ fn what_reads_plain_tcp_after_the_ring_is_closed_finds_the_stream() {
     assert!(writer.is_pinned());
 }
 
+/// Of 100 bytes that the ring has, the reader has read 40 when it closes the ring. The peer sends 60 of them again, in any pieces.
+#[test]
+fn a_reader_knows_which_bytes_come_again() {
+    for room in [1, 25, 1 << 20] {
+        let (segment, fd) = Segment::create(RING).unwrap();
+        let other = Segment::adopt(&fd).unwrap();
+        let tcp = Fake::new(room);
+        let (mut writer, mut reader) = (Writer::new(End::Maker), Reader::new(End::Taker, 0));
+        reader.set_ready(&other, &tcp);
+        let mut got = 0;
+        assert_eq!(send(&mut writer, &segment, &tcp, 0, 100, true), 100);
+        check(&receive(&mut reader, &other, &tcp, 40, false), &mut got, "ring");
+        assert_eq!(reader.awaits_again(&other, &tcp), Ok(false), "the ring is open");
+        assert_eq!(reader.close_ring(&other, &tcp, || true), Ok(0));
+        while got < 100 {
+            assert_eq!(reader.awaits_again(&other, &tcp), Ok(true), "{got}");
+            writer.send_again(&segment, &tcp).unwrap();
+            assert_eq!(reader.awaits_again(&other, &tcp), Ok(false), "{got}: some have come");
+            check(&receive(&mut reader, &other, &tcp, 100, false), &mut got, "tcp");
+        }
+        assert_eq!(reader.awaits_again(&other, &tcp), Ok(false), "all have come");
+    }
+}
+
 /// A TCP connection on which something happens at a system call.
 struct Interrupted<'a> {
     tcp: &'a Fake,
