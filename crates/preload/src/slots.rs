@@ -213,19 +213,26 @@ struct Free {
     instances: AtomicU32,
 }
 
-/// Changes by this process.
-static OWN_CHANGES: AtomicU32 = AtomicU32::new(0);
+/// Changes by this process: those that it has begun to count, and those that it has counted.
+static OWN_BEGUN: AtomicU32 = AtomicU32::new(0);
+static OWN_COUNTED: AtomicU32 = AtomicU32::new(0);
 
 /// Counts a change of a registration with a shared epoll instance.
 pub(crate) fn count_change() {
-    // In this order: what is between counts for no other process.
-    OWN_CHANGES.fetch_add(1, Ordering::SeqCst);
+    OWN_BEGUN.fetch_add(1, Ordering::SeqCst);
     free().changes.fetch_add(1, Ordering::SeqCst);
+    OWN_COUNTED.fetch_add(1, Ordering::SeqCst);
 }
 
-/// Number of changes by other processes; while this one counts a change, one less.
-pub(crate) fn changes_by_others() -> u32 {
-    free().changes.load(Ordering::SeqCst).wrapping_sub(OWN_CHANGES.load(Ordering::SeqCst))
+/// Number of changes by other processes, or less while this process counts changes.
+pub(crate) fn least_changes_by_others() -> u32 {
+    free().changes.load(Ordering::SeqCst).wrapping_sub(OWN_BEGUN.load(Ordering::SeqCst))
+}
+
+/// Number of changes by other processes, or more while this process counts changes.
+pub(crate) fn most_changes_by_others() -> u32 {
+    let own = OWN_COUNTED.load(Ordering::SeqCst);
+    free().changes.load(Ordering::SeqCst).wrapping_sub(own)
 }
 
 /// A number for a new epoll instance, from 1 on.

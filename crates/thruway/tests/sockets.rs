@@ -790,7 +790,8 @@ fn programs_that_a_thread_starts_harm_no_connection_of_the_others() {
 #[test]
 fn events_of_connections_registered_for_one_event_come_once() {
     let counted = counters(&compare_in_c("oneshots", STATS));
-    assert!(counted["accelerated"] == 16 && counted["one_shot"] == 8, "{counted:?}");
+    // All of the first two parts go back to TCP; of the others, those that the program has read to the end.
+    assert!(counted["accelerated"] == 64 && (8..=32).contains(&counted["one_shot"]), "{counted:?}");
 }
 
 /// Each process remembers what it has registered itself, and the kernel has the registrations of all.

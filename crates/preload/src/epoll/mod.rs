@@ -59,7 +59,7 @@ pub(crate) struct Instance {
     ep: AtomicI32,
     /// Number of the instance, unique among processes that share the slots; from 1. A child has the same number for it as its parent.
     identity: AtomicU32,
-    /// Changes by other processes that this one has taken over ([`slots::changes_by_others`]).
+    /// Changes by other processes that this one has taken over ([`slots::most_changes_by_others`]).
     changes: AtomicU32,
     is_used: AtomicBool,
     /// This process or a relative may have registered a connection with [`NOW`].
@@ -139,7 +139,7 @@ fn add_as(fd: c_int, others: u8) {
         instance.ep.store(fd, Ordering::Relaxed);
         instance.identity.store(slots::next_instance(), Ordering::Relaxed);
         instance.number.store(number as u32, Ordering::Relaxed);
-        instance.changes.store(slots::changes_by_others(), Ordering::Relaxed);
+        instance.changes.store(slots::least_changes_by_others(), Ordering::Relaxed);
         return slots::set_epoll(fd, Some(number as u32));
     }
     slots::set_epoll(fd, None);
@@ -403,24 +403,37 @@ pub(crate) unsafe fn control(
         return plain();
     }
     let slot = slots::slot(connection);
-    let may_be_one_shot = operation == libc::EPOLL_CTL_ADD || slot.is_one_shot.load(Ordering::Relaxed);
+    // Other changes are frequent, and the check of the address is a system call.
+    let may_be_one_shot =
+        operation == libc::EPOLL_CTL_ADD || slot.is_one_shot.load(Ordering::Relaxed) || data::is_readable(slot);
     let may_leave = may_be_one_shot && slot.is_accelerated() && !slot.is_left_to_kernel.load(Ordering::SeqCst);
     let is_shared = instance.others.load(Ordering::SeqCst) != ALONE;
-    // SAFETY: the kernel has read it.
-    let events = if (may_leave || is_shared) && is_valid(event) { unsafe { (*event).events } } else { 0 };
-    if may_leave && events & ONE_SHOT != 0 {
+    // SAFETY: the address is readable. One read: a thread of the program may change the event meanwhile.
+    let requested = ((may_leave || is_shared) && is_valid(event)).then(|| unsafe { event.read_unaligned() });
+    let is_one_shot = requested.is_some_and(|event| event.events & ONE_SHOT != 0);
+    if may_leave && is_one_shot {
         switch::leave_for_one_shot(connection, fd);
     }
     let Ok(mut guard) = instance.lock.lock() else { return plain() };
     let _expected = (operation == libc::EPOLL_CTL_ADD).then(|| Expected::new(instance, connection));
-    let (states, key) = (&slot.one_shots, instance.key(fd));
-    if operation != libc::EPOLL_CTL_DEL {
-        // Before another thread or process can get the event. Other processes need the registration's events.
-        states.arm(key, events);
-    }
-    let result = instance.change_for_all(connection, plain);
+    let one_shot = OneShot::new(instance, slot, fd);
+    // A call that adds what is registered fails.
+    let changes = operation == libc::EPOLL_CTL_MOD || operation == libc::EPOLL_CTL_ADD && !one_shot.has_state();
+    let armed = requested.filter(|_| changes).and_then(|event| one_shot.arm(event));
+    let (mut has_now, mut is_late, mut was_one_shot) = (false, false, true);
+    let result = instance.change_for_all(connection, || match requested.filter(|_| is_one_shot) {
+        Some(event) if one_shot.needs_now(connection, event) => {
+            has_now = true;
+            instance.renews.store(true, Ordering::Relaxed);
+            let mut event = epoll_event { events: event.events | NOW, ..event };
+            // SAFETY: one event.
+            unsafe { real::epoll_ctl(ep, operation, fd, &raw mut event) }
+        }
+        _ => plain(),
+    });
     if result != 0 {
         let error = data::errno();
+        one_shot.undo(armed);
         drop(guard);
         return data::fail(error) as c_int;
     }
@@ -429,16 +442,16 @@ pub(crate) unsafe fn control(
         return 0;
     }
     // SAFETY: the kernel has read it, if it is not null.
-    let event = unsafe { event.as_ref() }.copied();
+    let event = requested.or_else(|| unsafe { event.as_ref() }.copied());
     match event {
         Some(event) if event.events & ONE_SHOT != 0 => {
-            if is_shared {
-                instance.renews.store(true, Ordering::Relaxed);
+            was_one_shot = slot.is_one_shot.swap(true, Ordering::Relaxed);
+            if armed.is_none() {
+                // An event may have been discarded, because the registration was not armed.
+                is_late = one_shot.arm(event).is_some() && requested.is_some();
             }
-            slot.is_one_shot.store(true, Ordering::Relaxed);
-            states.set_events(key, event.events);
         }
-        _ => states.forget(key),
+        _ => one_shot.forget(),
     }
     let mut is_new = None;
     let state = instance.state(&mut guard);
@@ -461,7 +474,7 @@ pub(crate) unsafe fn control(
             }
             state.modify(at, event);
             let one = &mut state.registrations[at];
-            if std::mem::take(&mut one.is_renewed) {
+            if std::mem::take(&mut one.is_renewed) && one.events & ONE_SHOT == 0 {
                 // That may have been after the program's own call, with what was wanted before.
                 one.renew(ep, one.events);
             }
@@ -483,17 +496,19 @@ pub(crate) unsafe fn control(
         // Several instances rely on doorbells.
         let is_alone = slots::local(connection).registrations.load(Ordering::SeqCst) == 1;
         let rings = one.events & SPECIAL != 0 || !is_alone || !has_no_sleeper(number);
-        let mut must_ring = rings && !arm_connection(connection) && one.events & READABLE != 0;
-        one.is_owed = must_ring && one.events & SPECIAL != 0;
+        let mut must_ring = rings && !has_now && !arm_connection(connection) && one.events & READABLE != 0;
+        if one.events & ONE_SHOT != 0 && instance.others.load(Ordering::SeqCst) != HANDED {
+            // A doorbell announces bytes that have come during the call, unless this or another instance has looked at the connection until now.
+            let has_several = slots::local(connection).registrations.load(Ordering::SeqCst) > weight(ONE_SHOT);
+            if must_ring && (has_several || !was_one_shot) || is_late {
+                instance.renews.store(true, Ordering::Relaxed);
+                one.renew(ep, one.events | NOW);
+            }
+            must_ring = false;
+        }
+        one.is_owed = must_ring && one.events & libc::EPOLLEXCLUSIVE as u32 != 0;
         // Where the kernel's events are returned as they are, this process looks at the ring until it is empty.
         one.is_inherited = must_ring && instance.is_foreign.load(Ordering::Relaxed);
-        // Not for an instance of several processes: the bell reports the registration to them. After the event, the kernel keeps only its data.
-        if one.is_owed && one.events & ONE_SHOT != 0 && instance.others.load(Ordering::SeqCst) == ALONE {
-            // Only the kernel can end the registration.
-            instance.renews.store(true, Ordering::Relaxed);
-            one.renew(ep, one.events | NOW);
-            (one.is_owed, must_ring) = (false, false);
-        }
         drop(guard);
         if must_ring {
             instance.wake(connection);
@@ -503,6 +518,57 @@ pub(crate) unsafe fn control(
         }
     }
     0
+}
+
+/// A one-shot registration, in a call of `epoll_ctl`.
+struct OneShot<'a> {
+    instance: &'a Instance,
+    slot: &'a slots::Slot,
+    key: one_shots::Key,
+}
+
+/// State of a registration before [`OneShot::arm`].
+#[derive(Clone, Copy)]
+enum Armed {
+    New,
+    Again(one_shots::Taken),
+}
+
+impl OneShot<'_> {
+    fn new<'a>(instance: &'a Instance, slot: &'a slots::Slot, fd: c_int) -> OneShot<'a> {
+        OneShot { instance, slot, key: instance.key(fd) }
+    }
+
+    fn has_state(&self) -> bool {
+        self.slot.one_shots.has(self.key)
+    }
+
+    /// Before the kernel gets a request: another thread or process can get its event from then on. Other processes need the requested events.
+    fn arm(&self, event: epoll_event) -> Option<Armed> {
+        let has_state = self.has_state();
+        let events = if event.events & ONE_SHOT != 0 { event.events } else { 0 };
+        let before = self.slot.one_shots.arm(self.key, one_shots::Request { events, data: event.u64 })?;
+        Some(if has_state { Armed::Again(before) } else { Armed::New })
+    }
+
+    /// True if the kernel has to be asked for an event at once: the ring has unread bytes. Else asks for a doorbell with the next ones.
+    fn needs_now(&self, connection: u32, event: epoll_event) -> bool {
+        let may = event.events & READABLE != 0 && self.slot.is_accelerated();
+        // Another program would get what this library adds.
+        may && self.instance.others.load(Ordering::SeqCst) != HANDED && !arm_connection(connection)
+    }
+
+    fn undo(&self, armed: Option<Armed>) {
+        match armed {
+            Some(Armed::Again(before)) => self.slot.one_shots.undo(self.key, before),
+            Some(Armed::New) => self.forget(),
+            None => {}
+        }
+    }
+
+    fn forget(&self) {
+        self.slot.one_shots.forget(self.key);
+    }
 }
 
 impl Instance {
@@ -868,9 +934,6 @@ pub(crate) unsafe fn wait(
         if let Ok(mut guard) = instance.lock.lock() {
             let state = instance.state(&mut guard);
             state.calls += 1;
-            if instance.others.load(Ordering::SeqCst) != ALONE {
-                shared::offer_one_shots(instance, state);
-            }
             // The kernel has its turn, also where rings alone would fill the list.
             let limit = if state.calls >= KERNEL_EVERY && out.len() > 1 { out.len() - 1 } else { out.len() };
             let ep = instance.ep.load(Ordering::Relaxed);
@@ -982,22 +1045,24 @@ fn merge(instance: &Instance, out: &mut [epoll_event], first: usize, more: usize
 }
 
 impl Instance {
-    /// Events to return for a one-shot registration for which the kernel has reported the events `said`. 0 if another thread or process has
-    /// returned an event. Also 0 if the kernel has reported only a doorbell; this re-arms the registration.
-    fn one_shot(&self, one: &mut Registration, said: u32) -> u32 {
+    /// Event to return for a one-shot registration for which the kernel has reported the events `said`. No events if another thread or process has
+    /// returned an event, or if there is none: this re-arms the registration.
+    fn one_shot(&self, one: &mut Registration, said: u32) -> epoll_event {
         let (states, key) = (&slots::slot(one.number).one_shots, self.key(one.fd));
-        // Programs without this library do not change the state. From here on, no other thread or process reads.
-        if !states.take(key) && self.others.load(Ordering::SeqCst) != HANDED {
-            one.is_owed = false;
-            return 0;
-        }
-        let events = one.one_shot(said);
+        let own = one_shots::Request { events: one.events, data: one.data };
+        let Some(taken) = states.take(key) else {
+            // Programs without this library do not change the state.
+            let is_handed = self.others.load(Ordering::SeqCst) == HANDED;
+            return epoll_event { events: if is_handed { one.one_shot(said, own.events) } else { 0 }, u64: own.data };
+        };
+        // From here on, no other thread or process reads. It may have changed the registration before.
+        let request = taken.request.unwrap_or(own);
+        let events = one.one_shot(said, request.events);
         if events == 0 {
-            states.give_back(key);
-            one.renew(self.ep.load(Ordering::Relaxed), one.events);
-            one.is_renewed = true;
+            let ep = self.ep.load(Ordering::Relaxed);
+            states.give_back(key, taken, |request| _ = one.renew_as(ep, request.unwrap_or(own)));
         }
-        events
+        epoll_event { events, u64: request.data }
     }
 }
 
@@ -1025,22 +1090,38 @@ fn correct(instance: &Instance, events: &mut [epoll_event], before: usize) -> Ke
     }
     let mut kept = 0;
     for i in 0..events.len() {
-        let event = events[i];
+        let mut event = events[i];
         if let Some(connection) = with_room(event.u64) {
             state.look_for_room(instance.ep.load(Ordering::Relaxed), connection);
             continue;
         }
+        let has_now = event.events & NOW != 0
+            && (instance.renews.load(Ordering::Relaxed) || instance.others.load(Ordering::SeqCst) == FORKED);
         // If the descriptor is another connection's by now, the event may be of that.
-        let is_current = |at: &u32| {
-            let one = &state.registrations[*at as usize];
-            let is_its = slots::find(one.fd) == Some(one.number);
-            is_its && !slots::slot(one.number).is_left_to_kernel.load(Ordering::SeqCst)
+        let find = |state: &State| {
+            let is_current = |at: &u32| {
+                let one = &state.registrations[*at as usize];
+                let is_its = slots::find(one.fd) == Some(one.number);
+                is_its && (has_now || !slots::slot(one.number).is_left_to_kernel.load(Ordering::SeqCst))
+            };
+            state.with_data(event.u64).filter(is_current)
         };
-        let at = state.with_data(event.u64).filter(is_current);
+        let mut at = find(state);
         let mut events_now = event.events;
-        // The event of a registration that this library had renewed, and that the program has changed since.
-        let is_renewed = event.events & NOW != 0 && at.is_none() && instance.renews.load(Ordering::Relaxed);
-        if is_ours(event.u64) || is_renewed {
+        let mut is_unknown = has_now && at.is_none();
+        if is_unknown && !state.has_several(event.u64) {
+            // Another process may have registered it, or a thread of this one has changed it since.
+            let is_known = instance.others.load(Ordering::SeqCst) == ALONE || instance.take_over(state);
+            at = find(state);
+            is_unknown = !is_known;
+            if is_known && at.is_none() {
+                continue;
+            }
+        }
+        if is_unknown {
+            // One of several connections with this data had unread bytes.
+            events_now = events_now & !NOW | libc::EPOLLIN as u32;
+        } else if is_ours(event.u64) {
             continue;
         }
         if let Some(at) = at
@@ -1049,11 +1130,13 @@ fn correct(instance: &Instance, events: &mut [epoll_event], before: usize) -> Ke
             // Taken from the kernel, and not yet told.
             events_now |= libc::EPOLLERR as u32;
         }
-        let is_one_shot = |one: &Registration| one.events & ONE_SHOT != 0 && slots::slot(one.number).is_accelerated();
+        let is_one_shot =
+            |one: &Registration| one.events & ONE_SHOT != 0 && (has_now || slots::slot(one.number).is_accelerated());
         if let Some(at) = at
             && is_one_shot(&state.registrations[at as usize])
         {
-            events_now = instance.one_shot(&mut state.registrations[at as usize], events_now);
+            event = instance.one_shot(&mut state.registrations[at as usize], events_now);
+            events_now = event.events;
         } else if let Some(at) = at
             && slots::slot(state.registrations[at as usize].number).is_accelerated()
         {

@@ -1,5 +1,6 @@
 //! What an epoll instance has of one connection.
 
+use super::one_shots::Request;
 use crate::slots::{self, Slot};
 use crate::tcp::Connection;
 use crate::{data, real, room, wait};
@@ -28,7 +29,7 @@ pub(super) struct Registration {
     pub(super) idle: u32,
     /// What the peer's position was when the program was last told, for edges.
     pub(super) told: u64,
-    /// Good for one event, or exclusive: the ring had something that no doorbell has rung for.
+    /// Exclusive: the ring had something that no doorbell has rung for.
     pub(super) is_owed: bool,
     /// The kernel's registration was changed here.
     pub(super) is_renewed: bool,
@@ -90,14 +91,19 @@ impl Registration {
         slots::local(self.number).fd.load(Ordering::Relaxed)
     }
 
-    /// Changes the kernel's registration. False if the program has just taken it out, or has closed the descriptor while the connection
-    /// has others.
-    pub(super) fn renew(&self, ep: c_int, events: u32) -> bool {
-        let mut event = epoll_event { events, u64: self.data };
+    /// Has the kernel report one event of a request of the program.
+    pub(super) fn renew_as(&self, ep: c_int, request: Request) -> bool {
+        let mut event = epoll_event { events: request.events, u64: request.data };
         // Its number may be another connection's by now.
         let is_it = slots::find(self.fd) == Some(self.number);
         // SAFETY: one event.
         is_it && unsafe { real::epoll_ctl(ep, libc::EPOLL_CTL_MOD, self.fd, &raw mut event) == 0 }
+    }
+
+    /// Changes the kernel's registration. False if the program has just taken it out, or has closed the descriptor while the connection
+    /// has others.
+    pub(super) fn renew(&self, ep: c_int, events: u32) -> bool {
+        self.renew_as(ep, Request { events, data: self.data })
     }
 
     /// Its descriptor is about to be closed.
@@ -152,13 +158,14 @@ impl Registration {
         }
     }
 
-    /// Events to return for a one-shot registration, of the events `said` that the kernel has reported. 0 if the kernel reported only a doorbell.
-    pub(super) fn one_shot(&mut self, said: u32) -> u32 {
-        self.is_owed = false;
-        // Without what the kernel was asked for in place of the program.
-        let mut events = said & (self.events | (libc::EPOLLHUP | libc::EPOLLERR) as u32);
+    /// Events to return now for a one-shot registration of the events `wanted`, after the kernel has reported the events `said`. 0 if it has
+    /// reported only a doorbell, or that unread bytes were in the ring, and these have been read since.
+    pub(super) fn one_shot(&self, said: u32, wanted: u32) -> u32 {
+        // The kernel may have reported that before the program's last call.
+        let now = Connection::new(self.descriptor()).poll() | said & (ENDS | PRIORITY);
+        let mut events = now & (wanted | (libc::EPOLLHUP | libc::EPOLLERR) as u32);
         if data::is_readable(slots::slot(self.number)) {
-            return events | self.events & libc::EPOLLIN as u32;
+            return events | wanted & libc::EPOLLIN as u32;
         }
         let may_be_doorbell = events & READABLE != 0 && events & (ENDS | PRIORITY) == 0;
         if may_be_doorbell && wait::is_doorbell(self.number, self.descriptor()) {

@@ -105,7 +105,7 @@ impl Instance {
 
     /// True if another process may have changed a registration.
     pub(super) fn is_behind(&self) -> bool {
-        let is_later = |changes: u32| slots::changes_by_others().wrapping_sub(changes).cast_signed() > 0;
+        let is_later = |changes: u32| slots::most_changes_by_others().wrapping_sub(changes).cast_signed() > 0;
         self.others.load(Ordering::SeqCst) != ALONE && is_later(self.changes.load(Ordering::SeqCst))
     }
 
@@ -114,17 +114,23 @@ impl Instance {
         if !self.is_behind() {
             return;
         }
-        let changes = slots::changes_by_others();
+        if let Ok(mut guard) = self.lock.lock() {
+            self.take_over(self.state(&mut guard));
+        }
+    }
+
+    /// Takes over all registrations that the kernel has. False without a free descriptor: the next call or the next look tries again.
+    pub(super) fn take_over(&self, state: &mut State) -> bool {
+        let changes = slots::least_changes_by_others();
         let error = data::errno();
         let _uses_the_heap = lock::undisturbed();
-        if let Ok(mut guard) = self.lock.lock() {
-            // Without a free descriptor, the next call or the next look tries again.
-            if let Some(entries) = registered(self.ep.load(Ordering::Relaxed)) {
-                self.changes.store(changes, Ordering::SeqCst);
-                self.compare(self.state(&mut guard), &entries);
-            }
+        let entries = registered(self.ep.load(Ordering::Relaxed));
+        if let Some(entries) = &entries {
+            self.changes.store(changes, Ordering::SeqCst);
+            self.compare(state, entries);
         }
         data::fail(error);
+        entries.is_some()
     }
 
     /// True if connections of an instance from another process have bytes without a doorbell.
@@ -188,9 +194,9 @@ impl Instance {
     /// Event that the program requested by a registration in the kernel. `None` if unknown, because the kernel has already reported it.
     fn event(&self, entry: &Entry, connection: u32) -> Option<epoll_event> {
         let is_one_shot = entry.events & ONE_SHOT != 0;
-        let known = slots::slot(connection).one_shots.events(self.key(entry.fd)).filter(|_| is_one_shot);
+        let known = slots::slot(connection).one_shots.request(self.key(entry.fd)).filter(|_| is_one_shot);
         match known {
-            Some(events) => Some(epoll_event { events, u64: entry.data }),
+            Some(request) => Some(epoll_event { events: request.events, u64: entry.data }),
             None => (!entry.is_spent()).then(|| entry.event()),
         }
     }
@@ -199,33 +205,10 @@ impl Instance {
     fn look_at(&self, state: &mut State, at: usize) {
         state.heat(at as u32);
         let one = &mut state.registrations[at];
-        let is_special = one.events & SPECIAL != 0;
         let has_bytes = one.events & READABLE != 0 && data::is_readable(slots::slot(one.number));
-        one.is_owed = is_special && has_bytes;
-        one.is_inherited |= !is_special && has_bytes;
-    }
-}
-
-/// For one-shot registrations of connections with bytes that no doorbell has announced: has the kernel report the event, because only the kernel
-/// can end such a registration.
-pub(super) fn offer_one_shots(instance: &Instance, state: &mut State) {
-    let is_due = |one: &Registration| one.fd >= 0 && one.is_owed && one.events & ONE_SHOT != 0;
-    let is_readable = |one: &Registration| data::is_readable(slots::slot(one.number));
-    if !state.registrations.iter().any(|one| is_due(one) && is_readable(one)) {
-        return;
-    }
-    let _uses_the_heap = lock::undisturbed();
-    let ep = instance.ep.load(Ordering::Relaxed);
-    // Another process may have been given the event.
-    let entries = registered(ep);
-    for one in state.registrations.iter_mut().filter(|one| is_due(one)) {
-        one.is_owed = false;
-        let is_armed = slots::slot(one.number).one_shots.is_armed(instance.key(one.fd));
-        let is_spent = || find(entries.as_deref()?, one).map(Entry::is_spent);
-        if is_armed && is_readable(one) && is_spent() != Some(true) {
-            instance.renews.store(true, Ordering::Relaxed);
-            one.renew(ep, one.events | NOW);
-        }
+        // For a one-shot registration, the kernel reports the bytes.
+        one.is_owed = one.events & libc::EPOLLEXCLUSIVE as u32 != 0 && has_bytes;
+        one.is_inherited |= one.events & SPECIAL == 0 && has_bytes;
     }
 }
 

@@ -88,6 +88,11 @@ impl State {
         self.by_data.get(&data)?.at
     }
 
+    /// Whether several connections are registered with this data.
+    pub(super) fn has_several(&self, data: u64) -> bool {
+        self.by_data.get(&data).is_some_and(|known| known.at.is_none())
+    }
+
     pub(super) fn index(&mut self, data: u64, at: u32) {
         let registrations = &self.registrations;
         let known = self.by_data.entry(data).or_insert(Known { at: Some(at), has_others: false });
