@@ -415,6 +415,12 @@ fn loom() -> Result<(), String> {
     run_with("every order of threads", "cargo", &args, &[("RUSTFLAGS", "--cfg loom")])
 }
 
+/// Crates with unsafe code. Their tests run under AddressSanitizer; `fuzz/Cargo.toml` has those that are fuzzed.
+const SANITIZED: [&str; 14] = [
+    "memory", "tcp", "iwarp", "fabric", "engine", "fs", "server", "block", "sockets", "streams", "extended", "gss",
+    "relay", "preload",
+];
+
 fn sanitize() -> Result<(), String> {
     let known = Command::new("cargo").args(["+nightly", "--version"]).output().is_ok_and(|o| o.status.success());
     if !known {
@@ -424,10 +430,8 @@ fn sanitize() -> Result<(), String> {
     let vars = [("RUSTFLAGS", "-Zsanitizer=address"), ("THRUWAY_SANITIZED", "1")];
     let examples = format!("+nightly build {place} --examples -p thruway-extended");
     run_with("examples", "cargo", &examples.split_whitespace().collect::<Vec<_>>(), &vars)?;
-    let packages = "-p thruway-memory -p thruway-tcp -p thruway-iwarp -p thruway-fabric -p thruway-engine -p thruway-fs \
-                -p thruway-server -p thruway-block -p thruway-sockets -p thruway-streams -p thruway-extended -p thruway-gss \
-                -p thruway-relay -p thruway-preload";
-    let args = format!("+nightly test {place} --lib --tests {packages}");
+    let packages = SANITIZED.map(|name| format!(" -p thruway-{name}")).concat();
+    let args = format!("+nightly test {place} --lib --tests{packages}");
     let args: Vec<&str> = args.split_whitespace().collect();
     run_with("tests under AddressSanitizer", "cargo", &args, &vars)
 }
@@ -576,4 +580,33 @@ fn semver(rev: &str) -> Result<(), String> {
 
 fn fuzz(seconds: &str) -> Result<(), String> {
     run("fuzz targets", "bash", &["fuzz/run", seconds])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs;
+
+    /// Crates with a little unsafe code in programs and plugins that tests start.
+    const UNTESTED: [&str; 3] = ["bench", "fio", "thruway"];
+
+    #[test]
+    fn crates_with_unsafe_code_are_built_with_address_sanitizer() {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
+        let read = |path: &str| fs::read_to_string(root.join(path)).unwrap();
+        let (fuzzed, manifest) = (read("fuzz/Cargo.lock"), read("fuzz/Cargo.toml"));
+        for entry in fs::read_dir(root.join("crates")).unwrap() {
+            let name = entry.unwrap().file_name().into_string().unwrap();
+            let library = root.join(format!("crates/{name}/src/lib.rs"));
+            let is_safe = fs::read_to_string(library).is_ok_and(|text| text.contains("#![forbid(unsafe_code)]"));
+            let is_known = is_safe || UNTESTED.contains(&&*name);
+            assert_eq!(!is_known, SANITIZED.contains(&&*name), "{name}: tests");
+            let is_fuzzed = fuzzed.contains(&format!("name = \"thruway-{name}\"\n"));
+            assert_eq!(
+                is_fuzzed && !is_known,
+                manifest.contains(&format!("\nthruway-{name} = {{ rustflags")),
+                "{name}: fuzzing"
+            );
+        }
+    }
 }

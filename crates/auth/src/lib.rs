@@ -4,6 +4,8 @@
 //! Keys are Curve25519, written in base 16. Files follow ssh's habits: one key a line, a comment
 //! behind it, `#` for remarks; a secret key readable by anybody else is refused.
 
+#![forbid(unsafe_code)]
+
 use data_encoding::{HEXLOWER, HEXLOWER_PERMISSIVE};
 use std::fmt;
 use std::fs;

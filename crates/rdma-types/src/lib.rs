@@ -28,6 +28,8 @@
 //!    is there then is not defined, and the iWARP provider with CRC on may find that the bytes do not fit their CRC
 //!    and end the connection (segments of fewer than 512 bytes are exempt; the provider's `Config::crc` switches it off).
 
+#![forbid(unsafe_code)]
+
 use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
