@@ -125,6 +125,9 @@ pub(crate) struct Slot {
     pub(crate) was_shared: AtomicBool,
     /// Directions that the program has shut down: 1 receiving, 2 sending.
     pub(crate) shut: AtomicU8,
+    /// The ring was closed while a plain call that sends was in progress: when that ends, the peer is called, and the connection goes by TCP for
+    /// good.
+    pub(crate) owes_call: AtomicBool,
     /// A call has waited in vain for bytes that the peer has to send again.
     pub(crate) has_waited_again: AtomicBool,
     /// The program knows that the peer was killed with bytes unread.
@@ -427,6 +430,7 @@ pub(crate) fn add(fd: i32, forks: u32, is_accepted: bool) {
     for flag in [
         &slot.is_asynchronous,
         &slot.has_told_reset,
+        &slot.owes_call,
         &slot.has_waited_again,
         &slot.is_counted,
         &slot.is_blocked,

@@ -261,10 +261,13 @@ pub(crate) fn ask_for_doorbell(number: u32) {
 const CALLS: usize = 3;
 const BETWEEN_CALLS: Duration = Duration::from_micros(50);
 
+/// Longest wait for plain calls that send. Most of them take microseconds, unless the kernel has stopped their threads.
+const PLAIN_SENDS_MAX: Duration = Duration::from_millis(100);
+
 /// Waits for plain calls that send, during which the peer cannot be called. Does not wait for a call that the kernel keeps because the
 /// connection is full: then the peer has unread bytes, which wake it.
 fn wait_for_plain_sends(which: Which) {
-    let (slot, mut wait) = (which.slot, Wait::new(which.slot, PEER_MAX));
+    let (slot, mut wait) = (which.slot, Wait::new(which.slot, PLAIN_SENDS_MAX));
     while slot.plain_sends.load(Ordering::SeqCst) > 0
         && which.is_still_it()
         && Connection::new(which.fd).poll() & libc::EPOLLOUT as u32 != 0
@@ -276,28 +279,59 @@ fn wait_for_plain_sends(which: Which) {
 
 /// After the last of the plain calls that send: does what other threads could not do meanwhile, which is to call and to answer the peer.
 pub(super) fn catch_up_after_plain_send(which: Which) {
-    let answer = || {
-        let Ok(Some(sending)) = which.slot.sending() else { return };
-        if which.is_still_it() && sending.writer.has_peer_called(&sending.segment) {
-            answer_by(which.slot, which.fd, sending);
-        }
-    };
-    answer();
-    let Ok(Some(sending)) = which.slot.sending() else { return };
-    if which.is_still_it() && sending.writer.has_asked(&sending.segment) {
+    if let Ok(Some(sending)) = which.slot.sending()
+        && which.is_still_it()
+        && sending.writer.has_peer_called(&sending.segment)
+    {
+        answer_by(which.slot, which.fd, sending);
+    }
+    if let Ok(Some(sending)) = which.slot.sending()
+        && which.is_still_it()
+        && sending.writer.has_asked(&sending.segment)
+    {
         call_by(which.slot, which.fd, sending);
+    }
+    make_owed_call(which);
+}
+
+/// Makes the call that [`call_peer_after_closing`] could not make. Then the connection goes by TCP for good.
+fn make_owed_call(which: Which) {
+    let slot = which.slot;
+    if !slot.owes_call.load(Ordering::SeqCst) {
+        return;
+    }
+    if let Ok(Some(sending)) = slot.sending()
+        && which.is_still_it()
+    {
+        call_by(slot, which.fd, sending);
+        // Not before: another thread would enter TCP for good, and the peer could not be called any more.
+        slot.owes_call.store(false, Ordering::SeqCst);
+        let _ = enter_tcp_while(slot, which.fd, true, at_end(CATCH_UP_MAX), || which.is_still_it());
     }
 }
 
-/// As [`call_peer`], after the ring was closed.
+/// As [`call_peer`], after the ring was closed. While a plain call that sends is in progress, leaves it to the thread that makes that call.
 fn call_peer_after_closing(which: Which) {
-    for _ in 0..CALLS {
+    // A call that is owed already has waited in vain: a process that was killed inside a send stays counted.
+    if !which.slot.owes_call.load(Ordering::SeqCst) {
         wait_for_plain_sends(which);
+    }
+    for _ in 0..CALLS {
         let Ok(Some(sending)) = which.slot.sending() else { return };
         if !which.is_still_it() || call_by(which.slot, which.fd, sending) {
             return;
         }
         std::thread::sleep(BETWEEN_CALLS);
+    }
+    let Ok(Some(sending)) = which.slot.sending() else { return };
+    if !which.is_still_it() {
+        return;
+    }
+    which.slot.owes_call.store(true, Ordering::SeqCst);
+    drop(sending);
+    // A thread that ends such a call from here on sees this.
+    if which.slot.plain_sends.load(Ordering::SeqCst) == 0 {
+        make_owed_call(which);
     }
 }
 
@@ -411,7 +445,8 @@ fn demote_for(slot: &Slot, fd: c_int, unread: Unread) -> Option<usize> {
     slot.service.store(0, Ordering::Relaxed);
     call_peer_after_closing(which);
     // What cannot come to the other end any more is an error there.
-    let _ = enter_tcp_while(slot, fd, true, at_end(CATCH_UP_MAX), || which.is_still_it());
+    let for_good = !slot.owes_call.load(Ordering::SeqCst);
+    let _ = enter_tcp_while(slot, fd, for_good, at_end(CATCH_UP_MAX), || which.is_still_it());
     if !honour_while(slot, fd, || which.is_still_it()) && which.is_still_it() {
         reset(slot, fd);
     }

@@ -133,6 +133,12 @@ fn waits(fd: c_int) -> bool {
     rustix::fs::fcntl_getfl(slots::borrow(fd)).is_ok_and(|flags| !flags.contains(rustix::fs::OFlags::NONBLOCK))
 }
 
+/// The coarse clock.
+fn milliseconds() -> u32 {
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::MonotonicCoarse);
+    (now.tv_sec as u32).wrapping_mul(1000).wrapping_add(now.tv_nsec as u32 / 1_000_000)
+}
+
 /// The time that a thread looks again and again before it sleeps.
 pub(crate) fn spin_time() -> Duration {
     Duration::from_micros(SETTINGS.get().map_or(0, |settings| settings.spin.into()))

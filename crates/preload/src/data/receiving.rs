@@ -1,7 +1,8 @@
 //! Calls that receive.
 
 use super::{
-    NOT_ACCELERATED, Which, answer_peer, answer_peer_unasked, broken, check_cancelled, errno, fail, keep_error, waits,
+    NOT_ACCELERATED, Which, answer_peer, answer_peer_unasked, broken, check_cancelled, errno, fail, keep_error,
+    milliseconds, waits,
 };
 use crate::allowance::Wait;
 use crate::relayed::{catch_up, is_all_here, is_lost};
@@ -11,7 +12,7 @@ use crate::tcp::Connection;
 use crate::{epoll, real, relay, switch, wait, waker};
 use libc::{c_int, ssize_t};
 use std::io;
-use std::sync::atomic::{Ordering, fence};
+use std::sync::atomic::{AtomicU32, Ordering, fence};
 use std::time::{Duration, Instant};
 use thruway_sockets::iovecs::Pieces;
 use thruway_sockets::{Found, Over, PEEK_MAX, Reader, Segment, WakeBy};
@@ -326,6 +327,11 @@ unsafe fn receive_accelerated(which: Which, to: &mut Pieces<'_>, flags: c_int) -
 /// another thread has returned the connection to TCP.
 const AGAIN_MAX: Duration = Duration::from_millis(20);
 
+/// After such a wait in vain, no call of this process waits for so long, in milliseconds: an event loop may have many such connections.
+const AGAIN_APART: u32 = 1000;
+/// Time of the last wait in vain, in milliseconds of the coarse clock.
+static IN_VAIN: AtomicU32 = AtomicU32::new(0);
+
 /// As [`AGAIN_MAX`] says; once for a peer that does not send them. False if there is nothing to wait for, or nothing has come.
 fn wait_to_receive_again(which: Which) -> bool {
     let Which { slot, fd, .. } = which;
@@ -337,7 +343,9 @@ fn wait_to_receive_again(which: Which) -> bool {
         }
         _ => false,
     };
-    if slot.has_waited_again.load(Ordering::Relaxed) || !awaits() {
+    let (last, now) = (IN_VAIN.load(Ordering::Relaxed), milliseconds());
+    let is_too_early = last != 0 && now.wrapping_sub(last) < AGAIN_APART;
+    if slot.has_waited_again.load(Ordering::Relaxed) || is_too_early || !awaits() {
         return false;
     }
     let mut wait = Wait::new(slot, AGAIN_MAX);
@@ -348,6 +356,7 @@ fn wait_to_receive_again(which: Which) -> bool {
         }
     }
     slot.has_waited_again.store(true, Ordering::Relaxed);
+    IN_VAIN.store(milliseconds().max(1), Ordering::Relaxed);
     false
 }
 

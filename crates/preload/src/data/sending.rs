@@ -1,7 +1,7 @@
 //! Calls that send.
 
 use super::ends::catch_up_after_plain_send;
-use super::{NOT_ACCELERATED, Which, broken, check_cancelled, errno, fail, keep_error, waits};
+use super::{NOT_ACCELERATED, Which, broken, check_cancelled, errno, fail, keep_error, milliseconds, waits};
 use crate::relayed::{CATCH_UP_MAX, Pause, is_settled, wait_for_room};
 use crate::report::{count, counters};
 use crate::room::Blocked;
@@ -331,12 +331,6 @@ fn returns_for(slot: &Slot) -> Duration {
         Err(since) => since,
     };
     Duration::from_millis(now.wrapping_sub(since).into())
-}
-
-/// The coarse clock.
-fn milliseconds() -> u32 {
-    let now = rustix::time::clock_gettime(rustix::time::ClockId::MonotonicCoarse);
-    (now.tv_sec as u32).wrapping_mul(1000).wrapping_add(now.tv_nsec as u32 / 1_000_000)
 }
 
 fn is_peer_gone(connection: Connection, segment: &Segment, writer: &Writer) -> bool {

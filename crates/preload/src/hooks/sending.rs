@@ -4,6 +4,7 @@ use super::receiving::recv;
 use super::{call_len, list, piece};
 use crate::data::fail;
 use crate::report::{Reason, stays};
+use crate::signals::{self, Handlers};
 use crate::slots;
 use crate::{data, epoll, process, real};
 use libc::{c_int, c_long, c_uint, c_void, iovec, mmsghdr, msghdr, off64_t, size_t, socklen_t, ssize_t};
@@ -250,6 +251,24 @@ fn has_room_for_a_page(pipe: c_int) -> bool {
     unsafe { real::poll(list.as_mut_ptr(), 1, 0) == 1 }
 }
 
+/// Waits until a pipe has bytes, or has ended, outside a call on a connection: during such a call, other threads cannot call the peer.
+fn wait_for_pipe(pipe: c_int) -> Result<(), c_int> {
+    let waits =
+        |fd| rustix::fs::fcntl_getfl(slots::borrow(fd)).is_ok_and(|is| !is.contains(rustix::fs::OFlags::NONBLOCK));
+    if !waits(pipe) {
+        return Ok(());
+    }
+    let mut one = libc::pollfd { fd: pipe, events: libc::POLLIN, revents: 0 };
+    // SAFETY: one element.
+    while unsafe { real::poll(&raw mut one, 1, -1) } < 0 {
+        // The kernel's call goes on behind such handlers.
+        if data::errno() != libc::EINTR || signals::handlers() != Handlers::Restart {
+            return Err(data::errno());
+        }
+    }
+    Ok(())
+}
+
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn splice(
     from: c_int,
@@ -261,6 +280,14 @@ pub(crate) unsafe extern "C" fn splice(
 ) -> ssize_t {
     let plain = || unsafe { real::splice(from, from_at, to, to_at, len, flags) };
     if let Some(number) = slots::find(to) {
+        let is_kernels = slots::slot(number).phase.load(Ordering::Relaxed) == slots::phase::NEVER;
+        if flags & libc::SPLICE_F_NONBLOCK == 0
+            && len > 0
+            && !is_kernels
+            && let Err(error) = wait_for_pipe(from)
+        {
+            return fail(error);
+        }
         return unsafe { data::transmit(number, to, &[], 0, true, |_| plain()) };
     }
     let Some(number) = slots::find(from) else { return plain() };

@@ -1,20 +1,47 @@
 /* Threads of a server serve short connections while another thread starts programs, which inherit the connections' descriptors. Each start
- * returns the connections to TCP, while their descriptors are closed and reused. No byte is lost or wrong.
+ * returns the connections to TCP, while their descriptors are closed and reused. No byte is lost or wrong. With an argument, the server sends by
+ * `splice` from a pipe, which waits for requests.
  */
 #define _GNU_SOURCE
 #include "common.h"
 #include "pair.h"
+#include <fcntl.h>
 #include <pthread.h>
 
 enum { THREADS = 4, CLIENTS = 4, CONNECTIONS = 60, MESSAGES = 40, LONGEST = 100 };
 
-static int listener;
+static int listener, splices;
+
+/* Sends what comes from a pipe. */
+static void *answer(void *ends) {
+    int from = ((int *)ends)[0], to = ((int *)ends)[1];
+    while (splice(from, NULL, to, NULL, LONGEST, 0) > 0)
+        ;
+    return NULL;
+}
+
+static void serve_by_splice(int fd) {
+    char bytes[LONGEST];
+    int ends[2], answers[2];
+    pthread_t thread;
+    must(pipe2(ends, O_CLOEXEC) == 0, "pipe2");
+    answers[0] = ends[0], answers[1] = fd;
+    must(pthread_create(&thread, NULL, answer, answers) == 0, "pthread_create");
+    /* Requests are unread for a while. */
+    for (ssize_t length; usleep(300), (length = recv(fd, bytes, sizeof bytes, 0)) > 0;)
+        must(write(ends[1], bytes, length) == length, "write");
+    close(ends[1]);
+    pthread_join(thread, NULL);
+    close(ends[0]);
+}
 
 static void *serve(void *unused) {
     char bytes[LONGEST];
     int fd;
     while ((fd = accept(listener, NULL, NULL)) >= 0) {
         unsigned char next = 0;
+        if (splices)
+            serve_by_splice(fd);
         for (ssize_t length; (length = recv(fd, bytes, sizeof bytes, 0)) > 0;) {
             for (int i = 0; i < length; i++)
                 must((unsigned char)bytes[i] == next++, "a byte for the server");
@@ -48,7 +75,8 @@ static void call(struct sockaddr_in *address, int seed) {
     }
 }
 
-int main(void) {
+int main(int count, char **arguments) {
+    splices = count > 1;
     struct sockaddr_in address;
     pthread_t threads[THREADS];
     pid_t clients[CLIENTS];
