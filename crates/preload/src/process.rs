@@ -184,25 +184,23 @@ pub(crate) fn exec(real: impl Fn() -> c_int) -> c_int {
     if slots::is_in_borrowed_memory() {
         return real();
     }
-    // What closes by itself then is not held any more.
-    let closing = |fd: c_int| {
-        rustix::io::fcntl_getfd(slots::borrow(fd)).is_ok_and(|flags| flags.contains(rustix::io::FdFlags::CLOEXEC))
-    };
-    let change = |by: fn(&Slot)| {
+    // The other program is no holder that the library knows: descriptors that it inherits belong to TCP (`hand_over`), and the others are closed.
+    let change = |by: fn(&Slot, c_int)| {
         slots::each_descriptor(0, u32::MAX, |fd| {
-            if let Some(number) = slots::find(fd)
-                && closing(fd)
-            {
-                by(slots::slot(number));
+            if let Some(number) = slots::find(fd) {
+                by(slots::slot(number), fd);
             }
         });
     };
-    change(|slot| {
-        slot.references.fetch_sub(1, Ordering::SeqCst);
+    change(|slot, fd| {
+        if slot.references.fetch_sub(1, Ordering::SeqCst) == 1 {
+            // The parent has closed it, so the kernel has no other reader of doorbells.
+            data::leave(slot, fd);
+        }
     });
     let result = real();
     let error = data::errno();
-    change(|slot| {
+    change(|slot, _| {
         slot.references.fetch_add(1, Ordering::SeqCst);
     });
     data::fail(error);

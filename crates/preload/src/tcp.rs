@@ -81,13 +81,14 @@ impl Connection {
         (!limit.is_zero()).then_some(limit)
     }
 
-    /// Waits until there is something to receive, or an end. False if a signal handler has run before.
-    pub(crate) fn wait_for_bytes(self, time: Duration) -> bool {
+    /// Waits until there is something to receive, or an end. False if the time is over; `None` if a signal handler has run before.
+    pub(crate) fn wait_for_bytes(self, time: Duration) -> Option<bool> {
         let mut one = libc::pollfd { fd: self.fd, events: libc::POLLIN, revents: 0 };
         // Rather longer than shorter: milliseconds are all that it takes.
         let time = c_int::try_from(time.as_micros().div_ceil(1000)).unwrap_or(c_int::MAX);
         // SAFETY: one element.
-        unsafe { real::poll(&raw mut one, 1, time) >= 0 }
+        let ready = unsafe { real::poll(&raw mut one, 1, time) };
+        (ready >= 0).then_some(ready > 0)
     }
 
     /// Sets an option, if the kernel knows it.

@@ -777,11 +777,13 @@ fn a_child_and_a_signal_learn_of_bytes_that_epoll_would_have_found() {
 fn programs_that_a_thread_starts_harm_no_connection_of_the_others() {
     let counted = counters(&compare_in_c("starting", STATS));
     assert!(counted["demoted"] > 0, "{counted:?}");
-    // A connection goes back to TCP while another thread waits in `splice` for a pipe.
+    // While another thread waits in `splice` for a pipe; and with both ends in the process that forks.
     let lab = support::Lab::new();
     let path = build_c(&lab, "starting", &[]);
-    let counted = counters(&compare(STATS, &[path.to_str().unwrap(), "splice"]));
-    assert!(counted["demoted"] > 0, "{counted:?}");
+    for how in ["splice", "fork"] {
+        let counted = counters(&compare(STATS, &[path.to_str().unwrap(), how]));
+        assert!(counted["demoted"] > 0, "{how}: {counted:?}");
+    }
     // A connection goes back to TCP while the kernel's `send` of another thread has sent its bytes and has not returned.
     let late = build_c(&lab, "late", &["-shared", "-fPIC"]);
     let mut run = program(STATS, &[path.to_str().unwrap()]);

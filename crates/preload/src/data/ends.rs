@@ -68,6 +68,18 @@ pub(crate) fn settle_shared(slot: &Slot, fd: c_int, mut receiving: Receiving<'_>
     }
 }
 
+/// Before the last process that reads a connection by this library becomes another program: discards doorbells, and asks the peer for no more. If the
+/// process goes on nevertheless, the connection goes by TCP.
+pub(crate) fn leave(slot: &Slot, fd: c_int) {
+    let connection = Connection::new(fd);
+    let Ok(Some(receiving)) = slot.receiving() else { return };
+    receiving.reader.set_gone(&receiving.segment, &connection);
+    settle_shared(slot, fd, receiving);
+    if let Ok(Some(sending)) = slot.sending() {
+        sending.writer.set_ended(&sending.segment, &connection);
+    }
+}
+
 /// Discards doorbells, also those that the kernel has not delivered yet.
 fn discard_all_doorbells(slot: &Slot, connection: &Connection, segment: &Segment, reader: &mut Reader) {
     let mut wait = Wait::new(slot, DOORBELLS_MAX);

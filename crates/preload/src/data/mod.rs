@@ -9,7 +9,7 @@ mod sending;
 
 pub(crate) use ends::{
     answer_all_peers, answer_peer, answer_peer_unasked, ask_for_doorbell, before_shutdown, demote, demote_for_reading,
-    demote_if_read, enter_tcp, enter_tcp_at_end, settle, settle_shared,
+    demote_if_read, enter_tcp, enter_tcp_at_end, leave, settle, settle_shared,
 };
 pub(crate) use receiving::{
     disarm, disarm_if_looked_at, finds_nothing, is_before_tcp, is_readable, rearm, receive, receive_plain, unread,

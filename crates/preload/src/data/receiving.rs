@@ -419,15 +419,16 @@ fn sleep(which: Which, flags: c_int, left: Option<Duration>, has_part: bool) -> 
     };
     // The kernel would begin its own call again behind a handler.
     let waits_on = has_part && flags & libc::MSG_DONTWAIT == 0 && waits(fd);
+    let peek_again = || match peek(fd, libc::MSG_DONTWAIT) {
+        // Another thread or process has taken it.
+        Err(libc::EAGAIN) => Ok(true),
+        result => result,
+    };
     let result = if is_armed {
         count(&counters().sleeps, 1);
         match hears {
             true => match waker::sleep(number, fd, waker.unwrap_or(-1), wait::Limit::within(limit), !has_part) {
-                Ok(true) => peek(fd, libc::MSG_DONTWAIT).or_else(|error| match error {
-                    // Another thread has taken it.
-                    libc::EAGAIN => Ok(true),
-                    error => Err(error),
-                }),
+                Ok(true) => peek_again(),
                 Ok(false) => Ok(true),
                 Err(error) => Err(error),
             },
@@ -436,8 +437,9 @@ fn sleep(which: Which, flags: c_int, left: Option<Duration>, has_part: bool) -> 
                 .map(|left| connection.wait_for_bytes(left))
             {
                 None => peek(fd, flags & libc::MSG_DONTWAIT),
-                Some(true) => peek(fd, libc::MSG_DONTWAIT),
-                Some(false) => peek(fd, libc::MSG_DONTWAIT).map_err(|_| libc::EINTR),
+                Some(Some(true)) => peek_again(),
+                Some(Some(false)) => peek(fd, libc::MSG_DONTWAIT),
+                Some(None) => peek(fd, libc::MSG_DONTWAIT).map_err(|_| libc::EINTR),
             },
         }
     } else {

@@ -1,6 +1,6 @@
 /* Threads of a server serve short connections while another thread starts programs, which inherit the connections' descriptors. Each start
- * returns the connections to TCP, while their descriptors are closed and reused. No byte is lost or wrong. With an argument, the server sends by
- * `splice` from a pipe, which waits for requests.
+ * returns the connections to TCP, while their descriptors are closed and reused. No byte is lost or wrong. `splice`: the server sends by `splice` from
+ * a pipe, which waits for requests. `fork`: programs are started by `fork` and `exec`, and the clients are threads of the same process.
  */
 #define _GNU_SOURCE
 #include "common.h"
@@ -10,7 +10,8 @@
 
 enum { THREADS = 4, CLIENTS = 4, CONNECTIONS = 60, MESSAGES = 40, LONGEST = 100 };
 
-static int listener, splices;
+static int listener, splices, forks;
+static struct sockaddr_in address;
 
 /* Sends what comes from a pipe. */
 static void *answer(void *ends) {
@@ -40,24 +41,29 @@ static void *serve(void *unused) {
     int fd;
     while ((fd = accept(listener, NULL, NULL)) >= 0) {
         unsigned char next = 0;
-        if (splices)
+        if (splices) {
             serve_by_splice(fd);
-        for (ssize_t length; (length = recv(fd, bytes, sizeof bytes, 0)) > 0;) {
+            close(fd);
+            continue;
+        }
+        ssize_t length;
+        while ((length = recv(fd, bytes, sizeof bytes, 0)) > 0) {
             for (int i = 0; i < length; i++)
                 must((unsigned char)bytes[i] == next++, "a byte for the server");
             must(send(fd, bytes, length, MSG_NOSIGNAL) == length, "send");
         }
+        must(length == 0, "the end of a connection");
         close(fd);
     }
     return unused;
 }
 
-static void call(struct sockaddr_in *address, int seed) {
-    srand(seed);
+static void *call(void *seed) {
+    srand((long)seed);
     for (int connection = 0; connection < CONNECTIONS; connection++) {
         int fd = socket(AF_INET, SOCK_STREAM, 0), messages = 1 + rand() % MESSAGES;
         unsigned char bytes[LONGEST], sent = 0, next = 0;
-        must(connect(fd, (void *)address, sizeof *address) == 0, "connect");
+        must(connect(fd, (void *)&address, sizeof address) == 0, "connect");
         for (int message = 0; message < messages; message++) {
             int length = 1 + rand() % LONGEST;
             for (int i = 0; i < length; i++)
@@ -73,34 +79,53 @@ static void call(struct sockaddr_in *address, int seed) {
         }
         close(fd);
     }
+    return NULL;
+}
+
+static void start(void) {
+    if (!forks) {
+        must(system("true") == 0, "system");
+        return;
+    }
+    char *arguments[] = {"true", NULL};
+    pid_t child = fork();
+    if (child == 0) {
+        execv("/bin/true", arguments);
+        _exit(1);
+    }
+    int status;
+    must(waitpid(child, &status, 0) == child && status == 0, "a program");
 }
 
 int main(int count, char **arguments) {
-    splices = count > 1;
-    struct sockaddr_in address;
-    pthread_t threads[THREADS];
-    pid_t clients[CLIENTS];
+    pthread_t threads[THREADS], callers[CLIENTS] = {0};
+    pid_t clients[CLIENTS] = {0};
+    splices = count > 1 && strcmp(arguments[1], "splice") == 0;
+    forks = count > 1 && strcmp(arguments[1], "fork") == 0;
     alarm(60);
     listener = listen_anywhere(&address);
-    for (int i = 0; i < CLIENTS; i++) {
+    for (long i = 0; i < CLIENTS && !forks; i++) {
         clients[i] = fork();
         if (clients[i] == 0) {
             alarm(60);
             close(listener);
-            call(&address, i);
+            call((void *)i);
             _exit(0);
         }
     }
     for (int i = 0; i < THREADS; i++)
         must(pthread_create(&threads[i], NULL, serve, NULL) == 0, "pthread_create");
+    for (long i = 0; i < CLIENTS && forks; i++)
+        must(pthread_create(&callers[i], NULL, call, (void *)i) == 0, "pthread_create");
     int left = CLIENTS, status;
     while (left > 0) {
-        must(system("true") == 0, "system");
+        start();
         /* system() waits for its own child only. */
         for (int i = 0; i < CLIENTS; i++)
-            if (clients[i] > 0 && waitpid(clients[i], &status, WNOHANG) == clients[i]) {
-                must(status == 0, "a client");
-                clients[i] = 0, left--;
+            if (forks ? callers[i] && pthread_tryjoin_np(callers[i], NULL) == 0
+                      : clients[i] > 0 && waitpid(clients[i], &status, WNOHANG) == clients[i]) {
+                must(forks || status == 0, "a client");
+                clients[i] = 0, callers[i] = 0, left--;
             }
     }
     printf("served\n");
