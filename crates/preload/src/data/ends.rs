@@ -289,7 +289,7 @@ fn wait_for_plain_sends(which: Which) {
     }
 }
 
-/// After the last of the plain calls that send: does what other threads could not do meanwhile, which is to call and to answer the peer.
+/// Calls and answers the peer after the last of the plain calls that send: other threads cannot do that during such a call.
 pub(super) fn catch_up_after_plain_send(which: Which) {
     if let Ok(Some(sending)) = which.slot.sending()
         && which.is_still_it()

@@ -327,12 +327,12 @@ unsafe fn receive_accelerated(which: Which, to: &mut Pieces<'_>, flags: c_int) -
 /// another thread has returned the connection to TCP.
 const AGAIN_MAX: Duration = Duration::from_millis(20);
 
-/// After such a wait in vain, no call of this process waits for so long, in milliseconds: an event loop may have many such connections.
+/// Time in milliseconds without such waits in this process, after one in vain: an event loop may have many such connections.
 const AGAIN_APART: u32 = 1000;
 /// Time of the last wait in vain, in milliseconds of the coarse clock.
 static IN_VAIN: AtomicU32 = AtomicU32::new(0);
 
-/// As [`AGAIN_MAX`] says; once for a peer that does not send them. False if there is nothing to wait for, or nothing has come.
+/// Waits for bytes that the peer has to send again, for [`AGAIN_MAX`] at most. True if the caller has to look again.
 fn wait_to_receive_again(which: Which) -> bool {
     let Which { slot, fd, .. } = which;
     let connection = Connection::new(fd);

@@ -59,7 +59,7 @@ pub(crate) struct Instance {
     ep: AtomicI32,
     /// Number of the instance, unique among processes that share the slots; from 1. A child has the same number for it as its parent.
     identity: AtomicU32,
-    /// Changes by other processes that this one has taken over ([`slots::most_changes_by_others`]).
+    /// Changes by other processes that this one has taken over ([`slots::least_changes_by_others`]).
     changes: AtomicU32,
     is_used: AtomicBool,
     /// This process or a relative may have registered a connection with [`NOW`].
@@ -408,8 +408,10 @@ pub(crate) unsafe fn control(
         operation == libc::EPOLL_CTL_ADD || slot.is_one_shot.load(Ordering::Relaxed) || data::is_readable(slot);
     let may_leave = may_be_one_shot && slot.is_accelerated() && !slot.is_left_to_kernel.load(Ordering::SeqCst);
     let is_shared = instance.others.load(Ordering::SeqCst) != ALONE;
+    // The kernel ignores the event of other operations, which programs may leave uninitialised.
+    let is_read = matches!(operation, libc::EPOLL_CTL_ADD | libc::EPOLL_CTL_MOD);
     // SAFETY: the address is readable. One read: a thread of the program may change the event meanwhile.
-    let requested = ((may_leave || is_shared) && is_valid(event)).then(|| unsafe { event.read_unaligned() });
+    let requested = (is_read && (may_leave || is_shared) && is_valid(event)).then(|| unsafe { event.read_unaligned() });
     let is_one_shot = requested.is_some_and(|event| event.events & ONE_SHOT != 0);
     if may_leave && is_one_shot {
         switch::leave_for_one_shot(connection, fd);
@@ -442,7 +444,7 @@ pub(crate) unsafe fn control(
         return 0;
     }
     // SAFETY: the kernel has read it, if it is not null.
-    let event = requested.or_else(|| unsafe { event.as_ref() }.copied());
+    let event = requested.or_else(|| if is_read { unsafe { event.as_ref() }.copied() } else { None });
     match event {
         Some(event) if event.events & ONE_SHOT != 0 => {
             was_one_shot = slot.is_one_shot.swap(true, Ordering::Relaxed);
@@ -1045,8 +1047,8 @@ fn merge(instance: &Instance, out: &mut [epoll_event], first: usize, more: usize
 }
 
 impl Instance {
-    /// Event to return for a one-shot registration for which the kernel has reported the events `said`. No events if another thread or process has
-    /// returned an event, or if there is none: this re-arms the registration.
+    /// Returns the event of a one-shot registration for which the kernel has reported the events `said`. Its events are 0 if another thread or
+    /// process has returned an event. They are also 0 if the connection is not ready; then this re-arms the registration.
     fn one_shot(&self, one: &mut Registration, said: u32) -> epoll_event {
         let (states, key) = (&slots::slot(one.number).one_shots, self.key(one.fd));
         let own = one_shots::Request { events: one.events, data: one.data };
@@ -1114,7 +1116,9 @@ fn correct(instance: &Instance, events: &mut [epoll_event], before: usize) -> Ke
             let is_known = instance.others.load(Ordering::SeqCst) == ALONE || instance.take_over(state);
             at = find(state);
             is_unknown = !is_known;
-            if is_known && at.is_none() {
+            // Without such a registration, the program itself has requested this event of another descriptor.
+            let may_be_ours = instance.renews.load(Ordering::Relaxed) || state.has_one_shots();
+            if is_known && at.is_none() && may_be_ours {
                 continue;
             }
         }

@@ -25,7 +25,7 @@ impl Key {
     }
 }
 
-/// What the program has requested by an `epoll_ctl` call.
+/// Request of the program by an `epoll_ctl` call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Request {
     pub(super) events: u32,
@@ -124,7 +124,8 @@ impl OneShots {
     }
 
     /// No event was returned: has the kernel report one later, by `renew`, which registers the program's last request (`None` if it is not known).
-    /// If the program has made another call since, that has armed the kernel's registration. If it does so meanwhile, the renewal is repeated.
+    /// Does nothing if the program has made another call since: that call has armed the kernel's registration. Repeats the renewal if the program
+    /// makes a call during it.
     pub(super) fn give_back(&self, key: Key, taken: Taken, renew: impl Fn(Option<Request>)) {
         let Some(place) = self.place(key) else { return renew(None) };
         let mut calls = taken.calls;

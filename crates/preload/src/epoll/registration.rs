@@ -158,14 +158,14 @@ impl Registration {
         }
     }
 
-    /// Events to return now for a one-shot registration of the events `wanted`, after the kernel has reported the events `said`. 0 if it has
-    /// reported only a doorbell, or that unread bytes were in the ring, and these have been read since.
+    /// Returns those of the events `wanted` for which a one-shot registration is ready, after the kernel has reported the events `said`. 0 after a
+    /// doorbell alone, and after another thread has read the bytes.
     pub(super) fn one_shot(&self, said: u32, wanted: u32) -> u32 {
         // The kernel may have reported that before the program's last call.
         let now = Connection::new(self.descriptor()).poll() | said & (ENDS | PRIORITY);
         let mut events = now & (wanted | (libc::EPOLLHUP | libc::EPOLLERR) as u32);
         if data::is_readable(slots::slot(self.number)) {
-            return events | wanted & libc::EPOLLIN as u32;
+            return events | wanted & READABLE;
         }
         let may_be_doorbell = events & READABLE != 0 && events & (ENDS | PRIORITY) == 0;
         if may_be_doorbell && wait::is_doorbell(self.number, self.descriptor()) {

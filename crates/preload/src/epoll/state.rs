@@ -1,6 +1,6 @@
 //! What an epoll instance has registered, and which of it is looked at.
 
-use super::registration::{EDGE, READABLE, Registration, SPECIAL, arm_connection, weight};
+use super::registration::{EDGE, ONE_SHOT, READABLE, Registration, SPECIAL, arm_connection, weight};
 use crate::{data, recheck, room, slots};
 use libc::{c_int, epoll_event};
 use std::collections::HashMap;
@@ -88,7 +88,12 @@ impl State {
         self.by_data.get(&data)?.at
     }
 
-    /// Whether several connections are registered with this data.
+    /// True if a connection is registered for one event.
+    pub(super) fn has_one_shots(&self) -> bool {
+        self.registrations.iter().any(|one| one.fd >= 0 && one.events & ONE_SHOT != 0)
+    }
+
+    /// True if several connections are registered with this data.
     pub(super) fn has_several(&self, data: u64) -> bool {
         self.by_data.get(&data).is_some_and(|known| known.at.is_none())
     }
