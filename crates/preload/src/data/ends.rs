@@ -86,6 +86,8 @@ fn discard_all_doorbells(slot: &Slot, connection: &Connection, segment: &Segment
     reader.discard_doorbells(segment, connection);
     while !segment.is_relayed() && reader.has_doorbells(segment) && wait.go_on() {
         std::thread::yield_now();
+        // Discards doorbells before a run that has begun since.
+        let _ = reader.find(segment, connection);
         reader.discard_doorbells(segment, connection);
     }
 }
@@ -330,7 +332,8 @@ fn call_peer_after_closing(which: Which) {
     }
     for _ in 0..CALLS {
         let Ok(Some(sending)) = which.slot.sending() else { return };
-        if !which.is_still_it() || call_by(which.slot, which.fd, sending) {
+        // A direction that goes by TCP for good has no doorbells.
+        if !which.is_still_it() || sending.writer.is_pinned() || call_by(which.slot, which.fd, sending) {
             return;
         }
         std::thread::sleep(BETWEEN_CALLS);
@@ -459,7 +462,9 @@ fn demote_for(slot: &Slot, fd: c_int, unread: Unread) -> Option<usize> {
     // What cannot come to the other end any more is an error there.
     let for_good = !slot.owes_call.load(Ordering::SeqCst);
     let _ = enter_tcp_while(slot, fd, for_good, at_end(CATCH_UP_MAX), || which.is_still_it());
-    if !honour_while(slot, fd, || which.is_still_it()) && which.is_still_it() {
+    // A thread inside a plain call that sends does that afterwards: its bytes come first.
+    let is_alone = || which.is_still_it() && slot.plain_sends.load(Ordering::SeqCst) == 0;
+    if !honour_while(slot, fd, is_alone) && which.is_still_it() {
         reset(slot, fd);
     }
     let receiving = slot.receiving().ok().flatten();
