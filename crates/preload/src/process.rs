@@ -3,7 +3,7 @@
 use crate::lock::Guard;
 use crate::report::{Reason, stays};
 use crate::slots::{self, Last, Slot};
-use crate::{data, epoll, lock, relayed, room, spares, switch};
+use crate::{data, epoll, lock, relayed, spares, switch};
 use libc::{c_int, c_void, pid_t};
 use std::cell::UnsafeCell;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -372,7 +372,6 @@ pub(crate) fn before_close(fd: c_int) {
         return;
     }
     if let Some(number) = slots::find(fd)
-        && room::of(number).is_some()
         && slots::local(number).references.load(Ordering::SeqCst) > 1
     {
         epoll::before_descriptor_closes(number, fd);

@@ -4,8 +4,8 @@
 //! says which slot a descriptor has; it is this process's own, as descriptors are. Slots are there from `socket` or `accept` on, long
 //! before it is known whether a connection will be accelerated, so that it is known who else may hold it.
 //!
-//! **Locks** are taken in this order, and none that stands before one that is held: [`CHANGING`]; an epoll instance's; a slot's
-//! `upgrading`, `receiving`, `sending`; those of `spares`, boards and the relay. So what holds `receiving` calls nothing of `epoll`.
+//! **Locks** are taken in this order, and none that stands before one that is held: [`CHANGING`]; an epoll instance's; that of one-shot
+//! registrations; a slot's `upgrading`, `receiving`, `sending`; those of `spares`, boards and the relay. So what holds `receiving` calls nothing of `epoll`.
 //!
 //! **Pairs of words**, of which each side writes its own before it reads the other's, so that one of the two sees the other: `phase` and
 //! `plain_receives` or `plain_sends` (a plain call and a switch); `sleepers` and what a thread that drains a ring looks at; the ring's
@@ -156,7 +156,6 @@ pub(crate) struct Slot {
     pub(crate) discarded: AtomicU32,
     /// How often looking again and again has paid, lately.
     pub(crate) luck: AtomicI32,
-    pub(crate) one_shots: OneShots,
     next: AtomicU32,
     upgrade: UnsafeCell<Upgrade>,
     segment: UnsafeCell<Option<Segment>>,
@@ -214,6 +213,7 @@ struct Free {
     changes: AtomicU32,
     /// Number of epoll instances that these processes have made.
     instances: AtomicU32,
+    one_shots: OneShots,
 }
 
 /// Changes by this process: those that it has begun to count, and those that it has counted.
@@ -236,6 +236,11 @@ pub(crate) fn least_changes_by_others() -> u32 {
 pub(crate) fn most_changes_by_others() -> u32 {
     let own = OWN_COUNTED.load(Ordering::SeqCst);
     free().changes.load(Ordering::SeqCst).wrapping_sub(own)
+}
+
+/// One-shot registrations that the library reports.
+pub(crate) fn one_shots() -> &'static OneShots {
+    &free().one_shots
 }
 
 /// A number for a new epoll instance, from 1 on.
@@ -422,6 +427,7 @@ pub(crate) fn add(fd: i32, forks: u32, is_accepted: bool) {
     note_highest(fd);
     let Some(number) = claim() else { return };
     let (slot, local) = (slot(number), local(number));
+    one_shots().forget_connection(number);
     // Not those of threads inside calls: one that has slept since an earlier connection takes itself off when it wakes. Of a process
     // that was killed they stay, and its slots with TCP.
     for counter in [&slot.calls, &slot.looked_at, &slot.returns_since, &slot.returned_for] {
@@ -463,7 +469,6 @@ pub(crate) fn add(fd: i32, forks: u32, is_accepted: bool) {
     slot.error.store(0, Ordering::Relaxed);
     slot.luck.store(crate::wait::recent_luck(), Ordering::Relaxed);
     slot.reason.store(0, Ordering::Relaxed);
-    slot.one_shots.clear();
     slot.shut.store(0, Ordering::Relaxed);
     local.segment.store(0, Ordering::Relaxed);
     // SAFETY: the slot is new: nothing else knows it.
@@ -630,9 +635,10 @@ pub(crate) fn part() -> bool {
         forget_all();
         return false;
     }
+    // A relative may have held a lock.
+    free().one_shots.reset_lock();
     for number in 0..used as u32 {
         let slot = slot(number);
-        // A relative may have held one.
         for lock in [&slot.receiving, &slot.sending, &slot.upgrading] {
             lock.reset();
         }

@@ -549,33 +549,46 @@ fn correct(polled: &mut [pollfd]) -> c_int {
     ready
 }
 
+/// As [`is_doorbell`], but false without a doorbell or wake-up that this call has taken back.
+pub(crate) fn discards_doorbell(number: u32, fd: c_int) -> bool {
+    takes_back(number, fd) == Some(true)
+}
+
 /// Whether all that the kernel has for a connection is doorbells, and wake-ups by the relay, that nothing in the ring belongs to; takes them
 /// back.
 pub(crate) fn is_doorbell(number: u32, fd: c_int) -> bool {
+    takes_back(number, fd).is_some()
+}
+
+/// `None` if the kernel has something else, or the ring has bytes. Otherwise, whether this call has taken back a doorbell or wake-up.
+fn takes_back(number: u32, fd: c_int) -> Option<bool> {
     let slot = slots::slot(number);
-    let Ok(Some(mut receiving)) = slot.receiving() else { return false };
+    let mut receiving = slot.receiving().ok()??;
     let connection = crate::tcp::Connection::of(number, fd);
     let slots::Receiving { segment, reader, .. } = &mut receiving;
+    let before = reader.taken_back();
     if !matches!(reader.find(segment, &connection), Ok(thruway_sockets::Found::Nothing)) {
-        return false;
+        return None;
     }
     // What waits goes on waiting, for the next one.
     let rearmed = reader.rearm(segment, &connection, waker::wakes(number));
     data::keep_error(slot, reader);
     let unexpected = reader.unexpected(segment, &connection);
+    let has_taken = reader.taken_back() != before;
     drop(receiving);
     // Other bytes than doorbells belong to the program.
     if rearmed != Ok(true) || unexpected != Ok(0) {
-        return false;
+        return None;
     }
     if relayed::is_relayed(slot) && !relayed::explains(slot, fd) {
         // What comes with it is on its way.
-        return relayed::catch_up_soon(slot, fd) && is_doorbell(number, fd);
+        let again = if relayed::catch_up_soon(slot, fd) { takes_back(number, fd) } else { None };
+        return again.map(|has_taken_more| has_taken || has_taken_more);
     }
     data::answer_peer(slot, fd);
     // Bytes may have arrived whose doorbell was discarded with the others, or the relay has just explained the bytes. The end of the stream is
     // readable, too, and has no byte.
-    data::finds_nothing(number, fd) && connection.ends() == 0
+    (data::finds_nothing(number, fd) && connection.ends() == 0).then_some(has_taken)
 }
 
 /// `pselect`, of which `select` is a form; by `poll`.

@@ -800,6 +800,13 @@ fn events_of_connections_registered_for_one_event_come_once() {
     assert!(counted["accelerated"] == 64 && (8..=32).contains(&counted["one_shot"]), "{counted:?}");
 }
 
+/// Events of connections with unread bytes, and of files that have the data of such a connection, are those of plain TCP.
+#[test]
+fn events_of_connections_with_unread_bytes_are_those_of_tcp() {
+    let counted = counters(&compare_in_c("reported", STATS));
+    assert!(counted["accelerated"] >= 40, "{counted:?}");
+}
+
 /// Each process remembers what it has registered itself, and the kernel has the registrations of all.
 #[test]
 fn processes_that_share_an_epoll_instance_get_the_events_of_each_others_registrations() {

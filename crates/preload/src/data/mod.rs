@@ -12,7 +12,8 @@ pub(crate) use ends::{
     demote_if_read, enter_tcp, enter_tcp_at_end, leave, settle, settle_shared,
 };
 pub(crate) use receiving::{
-    disarm, disarm_if_looked_at, finds_nothing, is_before_tcp, is_readable, rearm, receive, receive_plain, unread,
+    disarm, disarm_if_looked_at, finds_nothing, is_before_tcp, is_readable, is_unannounced, rearm, receive,
+    receive_plain, unread,
 };
 pub(crate) use sending::{may_have_blocked, send_from_file, transmit};
 

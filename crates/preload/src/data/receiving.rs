@@ -555,6 +555,18 @@ pub(crate) fn is_readable(slot: &Slot) -> bool {
     }
 }
 
+/// True if the ring has bytes that no doorbell has announced.
+pub(crate) fn is_unannounced(number: u32) -> bool {
+    let slot = slots::slot(number);
+    slot.receiving().is_ok_and(|receiving| {
+        receiving.is_some_and(|mut receiving| {
+            let Receiving { segment, reader, .. } = &mut receiving;
+            let connection = Connection::new(slot.descriptor());
+            reader.ring_len(segment) != Ok(0) && !reader.is_announced(segment, &connection)
+        })
+    })
+}
+
 /// After everything was read: discards doorbells, and asks for the next one (`arms`), unless the connection is looked at. False if new bytes
 /// have arrived since.
 fn quiesce(

@@ -18,7 +18,7 @@ use crate::{data, lock, real, relay, room, slots, switch, waker};
 use libc::{c_int, epoll_event, sigset_t, timespec};
 pub(crate) use one_shots::OneShots;
 use registration::{
-    EDGE, ENDS, NOW, ONE_SHOT, PRIORITY, READABLE, Registration, SPECIAL, WRITABLE, arm_connection, weight, with_room,
+    EDGE, ENDS, ONE_SHOT, PRIORITY, READABLE, Registration, SPECIAL, WRITABLE, arm_connection, weight, with_room,
 };
 use rustix::event::epoll::{EventData, EventFlags};
 pub(crate) use shared::{adopt, note_unseen};
@@ -62,8 +62,6 @@ pub(crate) struct Instance {
     /// Changes by other processes that this one has taken over ([`slots::least_changes_by_others`]).
     changes: AtomicU32,
     is_used: AtomicBool,
-    /// This process or a relative may have registered a connection with [`NOW`].
-    renews: AtomicBool,
 }
 
 /// In [`Instance::others`]: no other process has it.
@@ -129,7 +127,6 @@ fn add_as(fd: c_int, others: u8) {
         instance.connections.store(0, Ordering::Relaxed);
         instance.is_foreign.store(others != ALONE, Ordering::Relaxed);
         instance.is_nested.store(false, Ordering::Relaxed);
-        instance.renews.store(false, Ordering::Relaxed);
         instance.has_inner.store(false, Ordering::Relaxed);
         instance.others.store(others, Ordering::Relaxed);
         instance.descriptors.store(1, Ordering::Relaxed);
@@ -151,7 +148,7 @@ const RELAY: u64 = 0x7468_7275_7761_7972;
 
 /// Whether an event is the library's own.
 fn is_ours(data: u64) -> bool {
-    data == BELL || data == RELAY || with_room(data).is_some()
+    data == BELL || data == RELAY || with_room(data).is_some() || one_shots::place(data).is_some()
 }
 
 impl Instance {
@@ -282,6 +279,9 @@ pub(crate) fn remove(fd: c_int, number: u32) {
     if bell > 0 {
         slots::close_hidden(bell);
     }
+    if instance.others.load(Ordering::SeqCst) == ALONE {
+        instance.forget_one_shots();
+    }
     // The processes that still have it wait for these connections, too.
     let is_handed = instance.others.load(Ordering::SeqCst) == HANDED;
     if let Ok(mut guard) = instance.lock.lock() {
@@ -323,6 +323,7 @@ pub(crate) fn hand_over(number: u32) {
         if !is_handed || !instance.is_used.load(Ordering::SeqCst) {
             continue;
         }
+        instance.hand_over_one_shots();
         instance.others.store(HANDED, Ordering::SeqCst);
         instance.lose_bell();
         let relay = instance.relay.swap(-1, Ordering::SeqCst);
@@ -403,39 +404,33 @@ pub(crate) unsafe fn control(
         return plain();
     }
     let slot = slots::slot(connection);
-    // Other changes are frequent, and the check of the address is a system call.
-    let may_be_one_shot =
-        operation == libc::EPOLL_CTL_ADD || slot.is_one_shot.load(Ordering::Relaxed) || data::is_readable(slot);
-    let may_leave = may_be_one_shot && slot.is_accelerated() && !slot.is_left_to_kernel.load(Ordering::SeqCst);
-    let is_shared = instance.others.load(Ordering::SeqCst) != ALONE;
+    let is_carried = || slot.is_accelerated() && !slot.is_left_to_kernel.load(Ordering::SeqCst);
     // The kernel ignores the event of other operations, which programs may leave uninitialised.
-    let is_read = matches!(operation, libc::EPOLL_CTL_ADD | libc::EPOLL_CTL_MOD);
+    let is_read = matches!(operation, libc::EPOLL_CTL_ADD | libc::EPOLL_CTL_MOD) && !event.is_null();
     // SAFETY: the address is readable. One read: a thread of the program may change the event meanwhile.
-    let requested = (is_read && (may_leave || is_shared) && is_valid(event)).then(|| unsafe { event.read_unaligned() });
-    let is_one_shot = requested.is_some_and(|event| event.events & ONE_SHOT != 0);
-    if may_leave && is_one_shot {
+    let before = (is_read && is_carried() && is_valid(event)).then(|| unsafe { event.read_unaligned() });
+    let is_one_shot = |event: &epoll_event| event.events & ONE_SHOT != 0;
+    let one_shot = before.filter(is_one_shot);
+    if one_shot.is_some() {
         switch::leave_for_one_shot(connection, fd);
     }
     let Ok(mut guard) = instance.lock.lock() else { return plain() };
     let _expected = (operation == libc::EPOLL_CTL_ADD).then(|| Expected::new(instance, connection));
-    let one_shot = OneShot::new(instance, slot, fd);
-    // A call that adds what is registered fails.
-    let changes = operation == libc::EPOLL_CTL_MOD || operation == libc::EPOLL_CTL_ADD && !one_shot.has_state();
-    let armed = requested.filter(|_| changes).and_then(|event| one_shot.arm(event));
-    let (mut has_now, mut is_late, mut was_one_shot) = (false, false, true);
-    let result = instance.change_for_all(connection, || match requested.filter(|_| is_one_shot) {
-        Some(event) if one_shot.needs_now(connection, event) => {
-            has_now = true;
-            instance.renews.store(true, Ordering::Relaxed);
-            let mut event = epoll_event { events: event.events | NOW, ..event };
-            // SAFETY: one event.
-            unsafe { real::epoll_ctl(ep, operation, fd, &raw mut event) }
-        }
-        _ => plain(),
+    let call = one_shots::Call { ep, operation, fd, connection };
+    let has_unread = || is_carried() && !arm_connection(connection);
+    let mut is_reported = false;
+    let result = instance.change_for_all(connection, || {
+        let plain = || match before {
+            // SAFETY: one event: the one that was read.
+            Some(mut event) => unsafe { real::epoll_ctl(ep, operation, fd, &raw mut event) },
+            None => plain(),
+        };
+        let result;
+        (result, is_reported) = instance.register_one_shot(call, one_shot, has_unread, plain);
+        result
     });
     if result != 0 {
         let error = data::errno();
-        one_shot.undo(armed);
         drop(guard);
         return data::fail(error) as c_int;
     }
@@ -443,17 +438,11 @@ pub(crate) unsafe fn control(
         // Another thread closed it during the call.
         return 0;
     }
-    // SAFETY: the kernel has read it, if it is not null.
-    let event = requested.or_else(|| if is_read { unsafe { event.as_ref() }.copied() } else { None });
-    match event {
-        Some(event) if event.events & ONE_SHOT != 0 => {
-            was_one_shot = slot.is_one_shot.swap(true, Ordering::Relaxed);
-            if armed.is_none() {
-                // An event may have been discarded, because the registration was not armed.
-                is_late = one_shot.arm(event).is_some() && requested.is_some();
-            }
-        }
-        _ => one_shot.forget(),
+    // SAFETY: the kernel has read it.
+    let requested = before.or_else(|| is_read.then(|| unsafe { event.read_unaligned() }));
+    let one_shot = requested.filter(is_one_shot);
+    if one_shot.is_some() {
+        slot.is_one_shot.store(true, Ordering::SeqCst);
     }
     let mut is_new = None;
     let state = instance.state(&mut guard);
@@ -464,7 +453,7 @@ pub(crate) unsafe fn control(
         }
         return 0;
     }
-    match (operation, at, event) {
+    match (operation, at, requested) {
         (libc::EPOLL_CTL_ADD, None, Some(event)) => {
             is_new = Some(instance.register(number, state, connection, fd, event));
         }
@@ -497,17 +486,20 @@ pub(crate) unsafe fn control(
         }
         // Several instances rely on doorbells.
         let is_alone = slots::local(connection).registrations.load(Ordering::SeqCst) == 1;
-        let rings = one.events & SPECIAL != 0 || !is_alone || !has_no_sleeper(number);
-        let mut must_ring = rings && !has_now && !arm_connection(connection) && one.events & READABLE != 0;
-        if one.events & ONE_SHOT != 0 && instance.others.load(Ordering::SeqCst) != HANDED {
-            // A doorbell announces bytes that have come during the call, unless this or another instance has looked at the connection until now.
-            let has_several = slots::local(connection).registrations.load(Ordering::SeqCst) > weight(ONE_SHOT);
-            if must_ring && (has_several || !was_one_shot) || is_late {
-                instance.renews.store(true, Ordering::Relaxed);
-                one.renew(ep, one.events | NOW);
+        if let Some(event) = one_shot {
+            if !is_reported && data::is_unannounced(connection) {
+                // The connection was accelerated during the call.
+                let again = one_shots::Call { operation: libc::EPOLL_CTL_MOD, ..call };
+                (_, is_reported) = instance.register_one_shot(again, Some(event), has_unread, || 0);
             }
-            must_ring = false;
+            drop(guard);
+            if is_reported && (instance.others.load(Ordering::SeqCst) != ALONE || !has_no_sleeper(number)) {
+                instance.ring(ep);
+            }
+            return 0;
         }
+        let rings = one.events & SPECIAL != 0 || !is_alone || !has_no_sleeper(number);
+        let must_ring = rings && !arm_connection(connection) && one.events & READABLE != 0;
         one.is_owed = must_ring && one.events & libc::EPOLLEXCLUSIVE as u32 != 0;
         // Where the kernel's events are returned as they are, this process looks at the ring until it is empty.
         one.is_inherited = must_ring && instance.is_foreign.load(Ordering::Relaxed);
@@ -522,63 +514,7 @@ pub(crate) unsafe fn control(
     0
 }
 
-/// A one-shot registration, in a call of `epoll_ctl`.
-struct OneShot<'a> {
-    instance: &'a Instance,
-    slot: &'a slots::Slot,
-    key: one_shots::Key,
-}
-
-/// State of a registration before [`OneShot::arm`].
-#[derive(Clone, Copy)]
-enum Armed {
-    New,
-    Again(one_shots::Taken),
-}
-
-impl OneShot<'_> {
-    fn new<'a>(instance: &'a Instance, slot: &'a slots::Slot, fd: c_int) -> OneShot<'a> {
-        OneShot { instance, slot, key: instance.key(fd) }
-    }
-
-    fn has_state(&self) -> bool {
-        self.slot.one_shots.has(self.key)
-    }
-
-    /// Before the kernel gets a request: another thread or process can get its event from then on. Other processes need the requested events.
-    fn arm(&self, event: epoll_event) -> Option<Armed> {
-        let has_state = self.has_state();
-        let events = if event.events & ONE_SHOT != 0 { event.events } else { 0 };
-        let before = self.slot.one_shots.arm(self.key, one_shots::Request { events, data: event.u64 })?;
-        Some(if has_state { Armed::Again(before) } else { Armed::New })
-    }
-
-    /// True if the kernel has to be asked for an event at once: the ring has unread bytes. Else asks for a doorbell with the next ones.
-    fn needs_now(&self, connection: u32, event: epoll_event) -> bool {
-        let may = event.events & READABLE != 0 && self.slot.is_accelerated();
-        // Another program would get what this library adds.
-        may && self.instance.others.load(Ordering::SeqCst) != HANDED && !arm_connection(connection)
-    }
-
-    fn undo(&self, armed: Option<Armed>) {
-        match armed {
-            Some(Armed::Again(before)) => self.slot.one_shots.undo(self.key, before),
-            Some(Armed::New) => self.forget(),
-            None => {}
-        }
-    }
-
-    fn forget(&self) {
-        self.slot.one_shots.forget(self.key);
-    }
-}
-
 impl Instance {
-    /// For [`OneShots`]. `fd`: as in [`Registration::fd`].
-    fn key(&self, fd: c_int) -> one_shots::Key {
-        one_shots::Key::new(self.identity.load(Ordering::Relaxed), fd)
-    }
-
     /// Remembers a registration that the kernel has. The place of it.
     fn register(&self, number: u32, state: &mut State, connection: u32, fd: c_int, event: epoll_event) -> u32 {
         let at = state.add(Registration::new(connection, fd, event));
@@ -645,6 +581,12 @@ pub(crate) fn note_blocked(connection: u32) -> bool {
 /// A descriptor of a connection is about to be closed, and the connection has others: the kernel's registration by it stays, and cannot be
 /// changed any more.
 pub(crate) fn before_descriptor_closes(connection: u32, fd: c_int) {
+    let descriptor = |identity| {
+        let mut used = instances().filter(|instance| instance.is_used.load(Ordering::SeqCst));
+        let instance = used.find(|instance| instance.identity.load(Ordering::Relaxed) == identity)?;
+        Some(instance.ep.load(Ordering::Relaxed))
+    };
+    slots::one_shots().before_close(connection, fd, descriptor);
     if let Some(instance) = instance(slots::local(connection).instance.load(Ordering::Relaxed))
         && let Ok(mut guard) = instance.lock.lock()
     {
@@ -658,6 +600,9 @@ pub(crate) fn before_descriptor_closes(connection: u32, fd: c_int) {
 /// A connection's last descriptor is about to be closed, so that the kernel forgets the connection. Negative, if it is closed already or other
 /// processes may have the connection, and so its registrations.
 pub(crate) fn forget_connection(connection: u32, fd: c_int) {
+    if fd >= 0 {
+        slots::one_shots().forget_connection(connection);
+    }
     let local = slots::local(connection);
     let is_registered =
         || local.registrations.load(Ordering::SeqCst) > 0 || local.registering.load(Ordering::SeqCst) > 0;
@@ -762,7 +707,7 @@ pub(crate) fn has_accelerated(number: u32) -> bool {
 /// Whether a ring has something for a registration here.
 pub(crate) fn is_readable(number: u32) -> bool {
     let Some(instance) = instance(number) else { return false };
-    instance.lock.lock().is_ok_and(|mut guard| instance.state(&mut guard).is_readable())
+    instance.has_one_shots() || instance.lock.lock().is_ok_and(|mut guard| instance.state(&mut guard).is_readable())
 }
 
 /// Before sleeping on it. False if there is something already.
@@ -773,7 +718,7 @@ pub(crate) fn arm(number: u32) -> bool {
     let state = instance.state(&mut guard);
     // The kernel's list of a shared instance is returned as it is: a waker there would be a second event of its connection.
     let is_foreign = instance.is_foreign.load(Ordering::Relaxed);
-    let mut is_quiet = true;
+    let mut is_quiet = !instance.has_one_shots();
     for i in 0..state.hot.len() {
         let at = state.hot[i] as usize;
         let one = &mut state.registrations[at];
@@ -827,6 +772,9 @@ fn wait_for_kernel(
         }
         if !sleeps.may_go_on() {
             return Some(data::fail(libc::EINTR) as c_int);
+        }
+        if instance.has_one_shots() {
+            return None;
         }
         if instance.is_behind() {
             instance.catch_up();
@@ -885,7 +833,7 @@ pub(crate) unsafe fn wait(
     let is_plain = || {
         let has_none = instance.connections.load(Ordering::SeqCst) == 0 || !switch::has_accelerated();
         let is_foreign = instance.is_foreign.load(Ordering::Relaxed) && !is_unannounced;
-        has_none || is_foreign || max <= 0 || events.is_null()
+        (has_none || is_foreign) && !instance.has_one_shots() || max <= 0 || events.is_null()
     };
     let (mut plain_ready, mut sleeps) = (None, Sleeps::new(mask));
     if is_plain() {
@@ -938,17 +886,16 @@ pub(crate) unsafe fn wait(
             state.calls += 1;
             // The kernel has its turn, also where rings alone would fill the list.
             let limit = if state.calls >= KERNEL_EVERY && out.len() > 1 { out.len() - 1 } else { out.len() };
-            let ep = instance.ep.load(Ordering::Relaxed);
             let has_more;
             (found, has_more) = match state.calls >= KERNEL_EVERY && out.len() == 1 {
                 true => (0, false),
-                false => state.look(ep, &mut out[..limit]),
+                false => instance.look(state, &mut out[..limit]),
             };
-            if has_more && instance.sleepers.load(Ordering::SeqCst) > 0 && !instance.has_others() {
+            if has_more && instance.may_have_sleepers() {
                 // The bell may have been rung for several connections, and wakes one thread.
-                instance.ring(ep);
+                instance.ring(instance.ep.load(Ordering::Relaxed));
             }
-            has_hot = !state.hot.is_empty();
+            has_hot = !state.hot.is_empty() || instance.has_one_shots();
             if state.calls >= KERNEL_EVERY {
                 asks_kernel = true;
                 state.calls = 0;
@@ -966,7 +913,7 @@ pub(crate) unsafe fn wait(
             asks_kernel = false;
         }
         if found > 0 {
-            if asks_kernel {
+            if asks_kernel && found < out.len() {
                 let rest = &mut out[found..];
                 let more = real(rest.as_mut_ptr(), rest.len() as c_int, Some(none), mask);
                 if more > 0 {
@@ -976,7 +923,7 @@ pub(crate) unsafe fn wait(
             return found as c_int;
         }
         if has_hot && !sleeps.has_begun() && !limit.is_over() {
-            let is_ready = || instance.lock.lock().is_ok_and(|mut guard| instance.state(&mut guard).is_readable());
+            let is_ready = || is_readable(number);
             if wait::spin_with(&instance.luck, limit, is_ready, || ()) {
                 continue;
             }
@@ -999,8 +946,7 @@ pub(crate) unsafe fn wait(
                 }
             }
             // The bell is an edge, and was for this call.
-            let look =
-                |mut guard: Guard<'_>| instance.state(&mut guard).look(instance.ep.load(Ordering::Relaxed), out).0;
+            let look = |mut guard: Guard<'_>| instance.look(instance.state(&mut guard), out).0;
             return if has_rung { instance.lock.lock().map_or(0, look) as c_int } else { 0 };
         }
         if !sleeps.may_go_on() {
@@ -1047,24 +993,60 @@ fn merge(instance: &Instance, out: &mut [epoll_event], first: usize, more: usize
 }
 
 impl Instance {
-    /// Returns the event of a one-shot registration for which the kernel has reported the events `said`. Its events are 0 if another thread or
-    /// process has returned an event. They are also 0 if the connection is not ready; then this re-arms the registration.
-    fn one_shot(&self, one: &mut Registration, said: u32) -> epoll_event {
-        let (states, key) = (&slots::slot(one.number).one_shots, self.key(one.fd));
-        let own = one_shots::Request { events: one.events, data: one.data };
-        let Some(taken) = states.take(key) else {
-            // Programs without this library do not change the state.
-            let is_handed = self.others.load(Ordering::SeqCst) == HANDED;
-            return epoll_event { events: if is_handed { one.one_shot(said, own.events) } else { 0 }, u64: own.data };
-        };
-        // From here on, no other thread or process reads. It may have changed the registration before.
-        let request = taken.request.unwrap_or(own);
-        let events = one.one_shot(said, request.events);
-        if events == 0 {
-            let ep = self.ep.load(Ordering::Relaxed);
-            states.give_back(key, taken, |request| _ = one.renew_as(ep, request.unwrap_or(own)));
+    /// The events `said` of a registration, without those that only a doorbell has caused. Another descriptor may be registered with the same data.
+    /// So each event that is removed has its own doorbell, which is found here.
+    fn without_doorbell(&self, state: &mut State, at: u32, said: u32) -> u32 {
+        let one = &mut state.registrations[at as usize];
+        let slot = slots::slot(one.number);
+        let mut events = said;
+        if one.is_muted {
+            // The kernel was quicker than what it is asked for.
+            events &= !WRITABLE;
         }
-        epoll_event { events, u64: request.data }
+        let is_room_news = events & WRITABLE != 0 && std::mem::take(&mut one.is_owed_room);
+        let may_have_blocked = || is_room_news || data::may_have_blocked(slot);
+        if events & READABLE == 0 || events & (ENDS | PRIORITY) != 0 {
+            return events;
+        }
+        if data::is_readable(slot) {
+            if one.events & ONE_SHOT == 0 && one.is_told_again(slot) {
+                // The doorbell of what has been told. That it may be sent again is news only where it could not.
+                events &= if may_have_blocked() { !READABLE } else { 0 };
+            }
+            state.heat(at);
+            return events;
+        }
+        if !wait::discards_doorbell(one.number, one.descriptor()) {
+            return events;
+        }
+        if one.events & ONE_SHOT != 0 {
+            // The kernel reports nothing more of it. Other processes may have changed the registration since.
+            let is_own = self.others.load(Ordering::SeqCst) == ALONE;
+            let rest = events & one.events & !READABLE;
+            let is_renewed = rest == 0 && is_own && one.renew(self.ep.load(Ordering::Relaxed), one.events);
+            return if is_renewed || rest != 0 { rest } else { events };
+        }
+        // Writable it may be nevertheless, which only a level tells again and again, and an edge at first.
+        events &= !READABLE;
+        let is_first = one.told == u64::MAX;
+        one.told = one.told.min(u64::MAX - 1);
+        if one.events & EDGE != 0 && !is_first && !may_have_blocked() { 0 } else { events }
+    }
+
+    /// Events of hot connections and of one-shot registrations: their number, and true if there may be more.
+    fn look(&self, state: &mut State, out: &mut [epoll_event]) -> (usize, bool) {
+        let (first, has_more) = self.report_one_shots(out);
+        if first > 0 {
+            // The kernel reports events of such registrations, too.
+            state.calls = KERNEL_EVERY;
+        }
+        let (found, has_hot) = state.look(self.ep.load(Ordering::Relaxed), &mut out[first..]);
+        (first + found, has_more || has_hot && !self.has_others())
+    }
+
+    /// True if another thread or process may sleep on it that the bell wakes.
+    fn may_have_sleepers(&self) -> bool {
+        self.sleepers.load(Ordering::SeqCst) > 0 || self.others.load(Ordering::SeqCst) == FORKED
     }
 }
 
@@ -1072,7 +1054,7 @@ impl Instance {
 struct Kept {
     /// Events at the beginning of the list.
     number: usize,
-    /// The bell was among those removed.
+    /// The bell, or its like for a one-shot registration, was among those removed.
     has_rung: bool,
 }
 
@@ -1083,7 +1065,8 @@ fn correct(instance: &Instance, events: &mut [epoll_event], before: usize) -> Ke
         relay::look();
     }
     instance.catch_up();
-    let has_rung = events.iter().any(|event| { event.u64 } == BELL);
+    let is_bell = |event: &epoll_event| event.u64 == BELL || one_shots::place(event.u64).is_some();
+    let has_rung = events.iter().any(is_bell);
     let Ok(mut guard) = instance.lock.lock() else { return Kept { number: events.len(), has_rung } };
     let state = instance.state(&mut guard);
     if instance.others.load(Ordering::SeqCst) != ALONE && has_rung {
@@ -1092,87 +1075,29 @@ fn correct(instance: &Instance, events: &mut [epoll_event], before: usize) -> Ke
     }
     let mut kept = 0;
     for i in 0..events.len() {
-        let mut event = events[i];
+        let event = events[i];
         if let Some(connection) = with_room(event.u64) {
             state.look_for_room(instance.ep.load(Ordering::Relaxed), connection);
             continue;
         }
-        let has_now = event.events & NOW != 0
-            && (instance.renews.load(Ordering::Relaxed) || instance.others.load(Ordering::SeqCst) == FORKED);
-        // If the descriptor is another connection's by now, the event may be of that.
-        let find = |state: &State| {
-            let is_current = |at: &u32| {
-                let one = &state.registrations[*at as usize];
-                let is_its = slots::find(one.fd) == Some(one.number);
-                is_its && (has_now || !slots::slot(one.number).is_left_to_kernel.load(Ordering::SeqCst))
-            };
-            state.with_data(event.u64).filter(is_current)
-        };
-        let mut at = find(state);
-        let mut events_now = event.events;
-        let mut is_unknown = has_now && at.is_none();
-        if is_unknown && !state.has_several(event.u64) {
-            // Another process may have registered it, or a thread of this one has changed it since.
-            let is_known = instance.others.load(Ordering::SeqCst) == ALONE || instance.take_over(state);
-            at = find(state);
-            is_unknown = !is_known;
-            // Without such a registration, the program itself has requested this event of another descriptor.
-            let may_be_ours = instance.renews.load(Ordering::Relaxed) || state.has_one_shots();
-            if is_known && at.is_none() && may_be_ours {
-                continue;
-            }
-        }
-        if is_unknown {
-            // One of several connections with this data had unread bytes.
-            events_now = events_now & !NOW | libc::EPOLLIN as u32;
-        } else if is_ours(event.u64) {
+        if is_ours(event.u64) {
             continue;
         }
-        if let Some(at) = at
-            && slots::slot(state.registrations[at as usize].number).error.load(Ordering::Relaxed) != 0
-        {
-            // Taken from the kernel, and not yet told.
-            events_now |= libc::EPOLLERR as u32;
-        }
-        let is_one_shot =
-            |one: &Registration| one.events & ONE_SHOT != 0 && (has_now || slots::slot(one.number).is_accelerated());
-        if let Some(at) = at
-            && is_one_shot(&state.registrations[at as usize])
-        {
-            event = instance.one_shot(&mut state.registrations[at as usize], events_now);
-            events_now = event.events;
-        } else if let Some(at) = at
-            && slots::slot(state.registrations[at as usize].number).is_accelerated()
-        {
-            let one = &mut state.registrations[at as usize];
-            let slot = slots::slot(one.number);
-            if one.is_muted {
-                // The kernel was quicker than what it is asked for.
-                events_now &= !WRITABLE;
+        let at = state.with_data(event.u64).filter(|at| {
+            // If the descriptor is another connection's by now, the event may be of that.
+            let one = &state.registrations[*at as usize];
+            let is_its = slots::find(one.fd) == Some(one.number);
+            is_its && !slots::slot(one.number).is_left_to_kernel.load(Ordering::SeqCst)
+        });
+        let mut events_now = event.events;
+        if let Some(at) = at {
+            let slot = slots::slot(state.registrations[at as usize].number);
+            if slot.error.load(Ordering::Relaxed) != 0 {
+                // Taken from the kernel, and not yet told.
+                events_now |= libc::EPOLLERR as u32;
             }
-            let is_room_news = events_now & WRITABLE != 0 && std::mem::take(&mut one.is_owed_room);
-            let may_have_blocked = || is_room_news || data::may_have_blocked(slot);
-            if events_now & READABLE != 0 && events_now & (ENDS | PRIORITY) == 0 {
-                if data::is_readable(slot) {
-                    if let Some(receiving) = slot.try_receiving() {
-                        let tail = receiving.reader.tail(&receiving.segment).load(Ordering::Acquire);
-                        let is_doorbell = !receiving.reader.has_run(&receiving.segment);
-                        if one.told == tail && one.events & EDGE != 0 && is_doorbell {
-                            // The doorbell of what has been told. That it may be sent again is news only where it could not.
-                            events_now &= if may_have_blocked() { !READABLE } else { 0 };
-                        }
-                        one.told = tail;
-                    }
-                    state.heat(at);
-                } else if wait::is_doorbell(one.number, one.descriptor()) {
-                    // Writable it may be nevertheless, which only a level tells again and again, and an edge at first.
-                    events_now &= !READABLE;
-                    let is_first = one.told == u64::MAX;
-                    one.told = one.told.min(u64::MAX - 1);
-                    if one.events & EDGE != 0 && !is_first && !may_have_blocked() {
-                        events_now = 0;
-                    }
-                }
+            if slot.is_accelerated() {
+                events_now = instance.without_doorbell(state, at, events_now);
             }
         }
         if events_now == 0 {
@@ -1190,8 +1115,8 @@ fn correct(instance: &Instance, events: &mut [epoll_event], before: usize) -> Ke
         }
     }
     // This call returns without a look, and the bell has woken no other thread.
-    let is_for_another = has_rung && kept + before > 0 && instance.sleepers.load(Ordering::SeqCst) > 0;
-    if is_for_another && state.has_unannounced_hot() {
+    let is_for_another = has_rung && kept + before > 0 && instance.may_have_sleepers();
+    if is_for_another && (state.has_unannounced_hot() || instance.has_one_shots()) {
         drop(guard);
         instance.ring(instance.ep.load(Ordering::Relaxed));
     }

@@ -1,6 +1,5 @@
 //! What an epoll instance has of one connection.
 
-use super::one_shots::Request;
 use crate::slots::{self, Slot};
 use crate::tcp::Connection;
 use crate::{data, real, room, wait};
@@ -13,8 +12,10 @@ pub(super) const PRIORITY: u32 = libc::EPOLLPRI as u32;
 pub(super) const ENDS: u32 = (libc::EPOLLHUP | libc::EPOLLRDHUP | libc::EPOLLERR) as u32;
 pub(super) const EDGE: u32 = libc::EPOLLET as u32;
 pub(super) const ONE_SHOT: u32 = libc::EPOLLONESHOT as u32;
-/// Added to a one-shot registration to make the kernel report it at once. Not `EPOLLOUT`, by which programs request room to send.
-pub(super) const NOW: u32 = libc::EPOLLWRNORM as u32;
+/// The kernel reports these without a request.
+pub(super) const ALWAYS: u32 = (libc::EPOLLHUP | libc::EPOLLERR) as u32;
+/// Bits that are not events.
+pub(super) const FLAGS: u32 = EDGE | ONE_SHOT | (libc::EPOLLEXCLUSIVE | libc::EPOLLWAKEUP) as u32;
 /// With these, the kernel's own bookkeeping counts.
 pub(super) const SPECIAL: u32 = ONE_SHOT | libc::EPOLLEXCLUSIVE as u32;
 
@@ -29,6 +30,8 @@ pub(super) struct Registration {
     pub(super) idle: u32,
     /// What the peer's position was when the program was last told, for edges.
     pub(super) told: u64,
+    /// Edges: number of bytes that the TCP connection had brought when an event was last taken for that of a doorbell.
+    pub(super) explained: u64,
     /// Exclusive: the ring had something that no doorbell has rung for.
     pub(super) is_owed: bool,
     /// The kernel's registration was changed here.
@@ -77,6 +80,7 @@ impl Registration {
             is_hot: false,
             idle: 0,
             told: u64::MAX,
+            explained: 0,
             is_owed: false,
             is_renewed: false,
             is_muted: false,
@@ -91,19 +95,14 @@ impl Registration {
         slots::local(self.number).fd.load(Ordering::Relaxed)
     }
 
-    /// Has the kernel report one event of a request of the program.
-    pub(super) fn renew_as(&self, ep: c_int, request: Request) -> bool {
-        let mut event = epoll_event { events: request.events, u64: request.data };
+    /// Changes the kernel's registration. False if the program has just taken it out, or has closed the descriptor while the connection
+    /// has others.
+    pub(super) fn renew(&self, ep: c_int, events: u32) -> bool {
+        let mut event = epoll_event { events, u64: self.data };
         // Its number may be another connection's by now.
         let is_it = slots::find(self.fd) == Some(self.number);
         // SAFETY: one event.
         is_it && unsafe { real::epoll_ctl(ep, libc::EPOLL_CTL_MOD, self.fd, &raw mut event) == 0 }
-    }
-
-    /// Changes the kernel's registration. False if the program has just taken it out, or has closed the descriptor while the connection
-    /// has others.
-    pub(super) fn renew(&self, ep: c_int, events: u32) -> bool {
-        self.renew_as(ep, Request { events, data: self.data })
     }
 
     /// Its descriptor is about to be closed.
@@ -158,28 +157,25 @@ impl Registration {
         }
     }
 
-    /// Returns those of the events `wanted` for which a one-shot registration is ready, after the kernel has reported the events `said`. 0 after a
-    /// doorbell alone, and after another thread has read the bytes.
-    pub(super) fn one_shot(&self, said: u32, wanted: u32) -> u32 {
-        // The kernel may have reported that before the program's last call.
-        let now = Connection::new(self.descriptor()).poll() | said & (ENDS | PRIORITY);
-        let mut events = now & (wanted | (libc::EPOLLHUP | libc::EPOLLERR) as u32);
-        if data::is_readable(slots::slot(self.number)) {
-            return events | wanted & READABLE;
-        }
-        let may_be_doorbell = events & READABLE != 0 && events & (ENDS | PRIORITY) == 0;
-        if may_be_doorbell && wait::is_doorbell(self.number, self.descriptor()) {
-            events &= !READABLE;
-        }
-        events
-    }
-
     /// Whether the program has been told of all that the ring has.
     pub(super) fn is_told(&self, slot: &Slot) -> bool {
         match slot.receiving() {
             Ok(Some(receiving)) => receiving.reader.tail(&receiving.segment).load(Ordering::Acquire) == self.told,
             _ => true,
         }
+    }
+
+    /// After an event for unread bytes of the ring. True if the program has been told of all, and a doorbell has come since for them.
+    pub(super) fn is_told_again(&mut self, slot: &Slot) -> bool {
+        let Some(mut receiving) = slot.try_receiving() else { return false };
+        let slots::Receiving { segment, reader, .. } = &mut receiving;
+        let tail = reader.tail(segment).load(Ordering::Acquire);
+        let is_told = std::mem::replace(&mut self.told, tail) == tail;
+        if !is_told || self.events & EDGE == 0 || reader.has_run(segment) {
+            return false;
+        }
+        let arrived = reader.arrived(segment, &Connection::new(self.descriptor()));
+        std::mem::replace(&mut self.explained, arrived) != arrived
     }
 
     /// True if its ring has unread bytes to report, without a doorbell.
@@ -253,7 +249,7 @@ impl Registration {
         if is_edge && self.events & events & READABLE == 0 && events & ENDS == 0 {
             return 0;
         }
-        events & (self.events | (libc::EPOLLHUP | libc::EPOLLERR) as u32)
+        events & (self.events | ALWAYS)
     }
 }
 

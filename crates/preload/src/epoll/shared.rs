@@ -1,7 +1,7 @@
 //! Epoll instances of several processes. Each process has a list of its own registrations; the kernel has those of all processes. A process that
 //! changes a registration of a shared connection counts the change. The others then compare their lists with the kernel's.
 
-use super::registration::{EDGE, NOW, ONE_SHOT, PRIORITY, READABLE, Registration, SPECIAL, WRITABLE};
+use super::registration::{ALWAYS, EDGE, ONE_SHOT, PRIORITY, READABLE, Registration, SPECIAL, WRITABLE};
 use super::state::State;
 use super::{ALONE, HANDED, Instance, add_as, announce, arm_connection};
 use crate::lock::{self, Lock};
@@ -66,12 +66,7 @@ impl Entry {
     }
 
     fn event(&self) -> epoll_event {
-        // The kernel adds these.
-        let mut events = self.events & !(libc::EPOLLERR | libc::EPOLLHUP) as u32;
-        if events & ONE_SHOT != 0 {
-            events &= !NOW;
-        }
-        epoll_event { events, u64: self.data }
+        epoll_event { events: self.events & !ALWAYS, u64: self.data }
     }
 }
 
@@ -158,13 +153,13 @@ impl Instance {
                 self.unregister(number, state, at);
                 continue;
             };
-            let Some(event) = self.event(entry, one.number) else {
+            let Some(event) = requested(entry) else {
                 state.registrations[at].is_owed = false;
                 continue;
             };
             // This library requests that itself.
             let mask = if one.is_muted { PROGRAMS & !WRITABLE } else { PROGRAMS };
-            let is_changed = one.data != entry.data || (one.events ^ event.events) & mask != 0;
+            let is_changed = one.data != event.u64 || (one.events ^ event.events) & mask != 0;
             if is_changed {
                 state.modify(at, event);
             }
@@ -172,8 +167,7 @@ impl Instance {
                 state.registrations[at].is_owed = false;
                 continue;
             }
-            // It may have been registered anew as it was.
-            if is_changed || entry.events & ONE_SHOT != 0 {
+            if is_changed {
                 self.look_at(state, at);
             }
         }
@@ -181,7 +175,7 @@ impl Instance {
             let wants =
                 |connection: &u32| slots::slot(*connection).phase.load(Ordering::Relaxed) != slots::phase::NEVER;
             if let Some(connection) = entry.connection().filter(wants)
-                && let Some(event) = self.event(entry, connection)
+                && let Some(event) = requested(entry)
             {
                 let at = self.register(number, state, connection, entry.fd, event);
                 if !entry.is_spent() {
@@ -191,25 +185,19 @@ impl Instance {
         }
     }
 
-    /// Event that the program requested by a registration in the kernel. `None` if unknown, because the kernel has already reported it.
-    fn event(&self, entry: &Entry, connection: u32) -> Option<epoll_event> {
-        let is_one_shot = entry.events & ONE_SHOT != 0;
-        let known = slots::slot(connection).one_shots.request(self.key(entry.fd)).filter(|_| is_one_shot);
-        match known {
-            Some(request) => Some(epoll_event { events: request.events, u64: entry.data }),
-            None => (!entry.is_spent()).then(|| entry.event()),
-        }
-    }
-
     /// For a registration by another process: unread bytes may be news.
     fn look_at(&self, state: &mut State, at: usize) {
         state.heat(at as u32);
         let one = &mut state.registrations[at];
         let has_bytes = one.events & READABLE != 0 && data::is_readable(slots::slot(one.number));
-        // For a one-shot registration, the kernel reports the bytes.
         one.is_owed = one.events & libc::EPOLLEXCLUSIVE as u32 != 0 && has_bytes;
         one.is_inherited |= one.events & SPECIAL == 0 && has_bytes;
     }
+}
+
+/// Event that the program requested by a registration in the kernel. `None` if unknown, because the kernel has already reported it.
+fn requested(entry: &Entry) -> Option<epoll_event> {
+    slots::one_shots().request(entry.data).or_else(|| (!entry.is_spent()).then(|| entry.event()))
 }
 
 /// The entry of a registration; they are ordered by descriptors.

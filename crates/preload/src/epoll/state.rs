@@ -1,6 +1,6 @@
 //! What an epoll instance has registered, and which of it is looked at.
 
-use super::registration::{EDGE, ONE_SHOT, READABLE, Registration, SPECIAL, arm_connection, weight};
+use super::registration::{EDGE, READABLE, Registration, SPECIAL, arm_connection, weight};
 use crate::{data, recheck, room, slots};
 use libc::{c_int, epoll_event};
 use std::collections::HashMap;
@@ -73,6 +73,7 @@ impl State {
         local.registrations.fetch_sub(weight(one.events), Ordering::SeqCst);
         // What is there is an event again, as with the kernel.
         (one.events, one.data, one.told, one.is_owed) = (event.events, event.u64, u64::MAX, false);
+        one.explained = 0;
         self.index(event.u64, at as u32);
     }
 
@@ -86,16 +87,6 @@ impl State {
     /// The place of the registration with this data: `None` if there is none, or if several connections have it.
     pub(super) fn with_data(&self, data: u64) -> Option<u32> {
         self.by_data.get(&data)?.at
-    }
-
-    /// True if a connection is registered for one event.
-    pub(super) fn has_one_shots(&self) -> bool {
-        self.registrations.iter().any(|one| one.fd >= 0 && one.events & ONE_SHOT != 0)
-    }
-
-    /// True if several connections are registered with this data.
-    pub(super) fn has_several(&self, data: u64) -> bool {
-        self.by_data.get(&data).is_some_and(|known| known.at.is_none())
     }
 
     pub(super) fn index(&mut self, data: u64, at: u32) {

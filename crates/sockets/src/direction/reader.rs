@@ -685,6 +685,18 @@ impl Reader {
         self.discarded
     }
 
+    /// Number of doorbells that this end has discarded, and of wake-ups by the relay that it has taken back. Wraps around.
+    pub fn taken_back(&self) -> u64 {
+        self.discarded.wrapping_add(self.woken.into())
+    }
+
+    /// Number of bytes that the TCP connection has brought. Of those that a process took before it was killed, some may be missing. From another host,
+    /// wake-ups by the relay count, too.
+    pub fn arrived(&mut self, segment: &Segment, tcp: &impl Tcp) -> u64 {
+        let woken = if segment.is_relayed() { segment.control(self.direction).woken.load(Ordering::SeqCst) } else { 0 };
+        self.position.wrapping_add(self.available(tcp) as u64).wrapping_add(woken.into())
+    }
+
     /// True while rung doorbells are not discarded.
     pub fn has_doorbells(&self, segment: &Segment) -> bool {
         self.bells(segment) > 0
