@@ -1,69 +1,72 @@
-//! Limit on the time that calls wait for peers of other users.
+//! Limits on the time that calls wait for peers where a program does not expect it.
 //!
 //! Some calls wait for the peer where a program does not expect it: those that close a connection or hand it over, and sends that do not
 //! block. A peer of the same user can stop the process anyway. For peers of other users, all these waits of a process and of its relatives by
-//! fork share one allowance: [`MOST`] at first, and then one [`SHARE`] of the time. Otherwise a peer could stop an event loop by one connection
+//! fork share one allowance ([`OfOthers`]). Otherwise a peer could stop an event loop by one connection
 //! after the other, or by each child that closes one.
 
 use crate::slots::{self, Slot};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// The full allowance.
-const MOST: Duration = Duration::from_secs(2);
-/// Number of seconds in which the allowance grows by one second.
-const SHARE: u64 = 100;
+/// For peers of other users: two seconds at first, and then one hundredth of the time.
+pub(crate) type OfOthers = Allowance<2_000_000, 100>;
 /// A wait ends when less than this is left. Short waits take this much at a time.
 pub(crate) const STEP: Duration = Duration::from_millis(1);
 
-/// An allowance, in memory that processes share. All zero: full.
-pub(crate) struct Allowance {
+/// An allowance of `MOST` microseconds, which grows by one second in `SHARE` seconds. It may lie in memory that processes share. All zero: full.
+pub(crate) struct Allowance<const MOST: u64, const SHARE: u64> {
     /// Time at which the allowance is full again, in microseconds of the monotonic clock.
     back_at: AtomicU64,
 }
 
-impl Allowance {
+impl<const MOST: u64, const SHARE: u64> Allowance<MOST, SHARE> {
+    pub(crate) const fn new() -> Self {
+        Allowance { back_at: AtomicU64::new(0) }
+    }
+
+    /// True if this time is left now.
+    pub(crate) fn has_now(&self, time: Duration) -> bool {
+        self.has(now(), time)
+    }
+
+    /// Takes this time, also if less is left.
+    pub(crate) fn spend_now(&self, time: Duration) {
+        self.spend(now(), time);
+    }
+
+    /// Latest [`Allowance::back_at`]: nothing is left then.
+    fn latest(now: u64) -> u64 {
+        now.saturating_add(MOST.saturating_mul(SHARE))
+    }
+
+    /// [`Allowance::back_at`] after this time is taken.
+    fn after(back_at: u64, now: u64, time: Duration) -> u64 {
+        back_at.max(now).saturating_add((time.as_micros() as u64).saturating_mul(SHARE))
+    }
+
     /// Takes this time from the allowance. Returns false, and takes nothing, if less is left.
     fn take(&self, now: u64, time: Duration) -> bool {
-        let spend = |back_at: u64| Some(after(back_at, now, time)).filter(|back_at| *back_at <= latest(now));
+        let spend =
+            |back_at: u64| Some(Self::after(back_at, now, time)).filter(|back_at| *back_at <= Self::latest(now));
         self.back_at.fetch_update(Ordering::Relaxed, Ordering::Relaxed, spend).is_ok()
     }
 
     /// True if this time is left.
     fn has(&self, now: u64, time: Duration) -> bool {
-        after(self.back_at.load(Ordering::Relaxed), now, time) <= latest(now)
+        Self::after(self.back_at.load(Ordering::Relaxed), now, time) <= Self::latest(now)
     }
 
     /// Takes this time from the allowance, also if less is left.
     fn spend(&self, now: u64, time: Duration) {
-        let spend = |back_at: u64| Some(after(back_at, now, time));
+        let spend = |back_at: u64| Some(Self::after(back_at, now, time));
         let _ = self.back_at.fetch_update(Ordering::Relaxed, Ordering::Relaxed, spend);
     }
-}
-
-/// Latest [`Allowance::back_at`]: nothing is left then.
-fn latest(now: u64) -> u64 {
-    now.saturating_add(MOST.as_micros() as u64 * SHARE)
-}
-
-/// [`Allowance::back_at`] after this time is taken.
-fn after(back_at: u64, now: u64, time: Duration) -> u64 {
-    back_at.max(now).saturating_add((time.as_micros() as u64).saturating_mul(SHARE))
 }
 
 fn now() -> u64 {
     let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
     now.tv_sec.cast_unsigned() * 1_000_000 + now.tv_nsec.cast_unsigned() / 1000
-}
-
-/// True if the allowance has this time left.
-pub(crate) fn has(time: Duration) -> bool {
-    slots::allowance().has(now(), time)
-}
-
-/// Takes the duration of a wait from the allowance.
-pub(crate) fn spend(time: Duration) {
-    slots::allowance().spend(now(), time);
 }
 
 /// True if a call may wait this long for the peer of a connection. Takes the time from the allowance if the peer is another user's.
@@ -89,7 +92,7 @@ impl Wait<'_> {
     pub(crate) fn go_on(&mut self) -> bool {
         self.begin.get_or_insert_with(Instant::now);
         self.settle();
-        self.elapsed() < self.limit && (!self.is_others() || has(STEP))
+        self.elapsed() < self.limit && (!self.is_others() || slots::allowance().has_now(STEP))
     }
 
     /// Duration of the wait.
@@ -104,7 +107,7 @@ impl Wait<'_> {
     fn settle(&mut self) {
         let elapsed = self.elapsed();
         if self.is_others() {
-            spend(elapsed - self.spent);
+            slots::allowance().spend_now(elapsed - self.spent);
         }
         self.spent = elapsed;
     }
@@ -122,7 +125,7 @@ mod tests {
 
     #[test]
     fn the_allowance_grows_slowly() {
-        let allowance = Allowance { back_at: AtomicU64::new(0) };
+        let allowance = OfOthers::new();
         let (mut now, step) = (1_000_000_000, Duration::from_millis(100));
         let takes = |now| (0..1000).take_while(|_| allowance.take(now, step)).count();
         assert_eq!(takes(now), 20);

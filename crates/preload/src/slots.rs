@@ -12,7 +12,7 @@
 //! tail and `armed` (a writer and a reader that is about to sleep); `phase` and that the process uses io_uring; `deaf_sleepers` and `armed`; `phase` and `FORKING` (a switch to a
 //! relay and a fork).
 
-use crate::allowance::Allowance;
+use crate::allowance;
 use crate::epoll::OneShots;
 use crate::lock::{Guard, Lock, Reentered};
 use rustix::mm::{MapFlags, ProtFlags};
@@ -208,7 +208,7 @@ struct Free {
     /// Slots that have ever been used.
     used: AtomicU32,
     /// The allowance of these processes together: each may hold a lock of a slot while it waits.
-    allowance: Allowance,
+    allowance: allowance::OfOthers,
     /// Number of changes, by any of these processes, of registrations where several processes have the epoll instance and the connection.
     changes: AtomicU32,
     /// Number of epoll instances that these processes have made.
@@ -334,7 +334,7 @@ fn free() -> &'static Free {
 }
 
 /// What these processes may wait for peers of other users.
-pub(crate) fn allowance() -> &'static Allowance {
+pub(crate) fn allowance() -> &'static allowance::OfOthers {
     &free().allowance
 }
 

@@ -12,7 +12,7 @@ use crate::peers::Sender;
 use crate::report::{Reason, count, counters, stays, tell};
 use crate::slots::{self, Last, Slot, Upgrade, phase};
 use crate::tcp::Connection;
-use crate::{SETTINGS, allowance, experience, peers, relay, relayed, report, room, spares, uring, waker};
+use crate::{SETTINGS, experience, peers, relay, relayed, report, room, spares, uring, waker};
 use rustix::fd::{AsFd, OwnedFd};
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
@@ -545,12 +545,12 @@ fn take_offers() {
         let sender = Sender::of(&socket);
         // However many have connected: this call is the program's.
         let mut patience = OFFER_PATIENCE.saturating_sub(begin.elapsed());
-        if !sender.is_own && !allowance::has(OFFER_PATIENCE) {
+        if !sender.is_own && !slots::allowance().has_now(OFFER_PATIENCE) {
             patience = Duration::ZERO;
         }
         let waits = Instant::now();
         if sender.may_offer() && !has_sent(&socket, patience) && !sender.is_own {
-            allowance::spend(waits.elapsed());
+            slots::allowance().spend_now(waits.elapsed());
         }
         match take_offer(&socket, &sender) {
             Ok(()) => drop(socket),

@@ -1,10 +1,9 @@
 //! Calls that receive.
 
 use super::{
-    NOT_ACCELERATED, Which, answer_peer, answer_peer_unasked, broken, check_cancelled, errno, fail, keep_error,
-    milliseconds, waits,
+    NOT_ACCELERATED, Which, answer_peer, answer_peer_unasked, broken, check_cancelled, errno, fail, keep_error, waits,
 };
-use crate::allowance::Wait;
+use crate::allowance::{Allowance, Wait};
 use crate::relayed::{catch_up, is_all_here, is_lost};
 use crate::report::{count, counters};
 use crate::slots::{self, Receiving, Sending, Slot, phase};
@@ -12,7 +11,7 @@ use crate::tcp::Connection;
 use crate::{epoll, real, relay, switch, wait, waker};
 use libc::{c_int, ssize_t};
 use std::io;
-use std::sync::atomic::{AtomicU32, Ordering, fence};
+use std::sync::atomic::{Ordering, fence};
 use std::time::{Duration, Instant};
 use thruway_sockets::iovecs::Pieces;
 use thruway_sockets::{Found, Over, PEEK_MAX, Reader, Segment, WakeBy};
@@ -327,10 +326,8 @@ unsafe fn receive_accelerated(which: Which, to: &mut Pieces<'_>, flags: c_int) -
 /// another thread has returned the connection to TCP.
 const AGAIN_MAX: Duration = Duration::from_millis(20);
 
-/// Time in milliseconds without such waits in this process, after one in vain: an event loop may have many such connections.
-const AGAIN_APART: u32 = 1000;
-/// Time of the last wait in vain, in milliseconds of the coarse clock.
-static IN_VAIN: AtomicU32 = AtomicU32::new(0);
+/// For such waits in vain: a fiftieth of the time, because an event loop may have many such connections.
+static IN_VAIN: Allowance<100_000, 50> = Allowance::new();
 
 /// Waits for bytes that the peer has to send again, for [`AGAIN_MAX`] at most. True if the caller has to look again.
 fn wait_to_receive_again(which: Which) -> bool {
@@ -343,9 +340,7 @@ fn wait_to_receive_again(which: Which) -> bool {
         }
         _ => false,
     };
-    let (last, now) = (IN_VAIN.load(Ordering::Relaxed), milliseconds());
-    let is_too_early = last != 0 && now.wrapping_sub(last) < AGAIN_APART;
-    if slot.has_waited_again.load(Ordering::Relaxed) || is_too_early || !awaits() {
+    if slot.has_waited_again.load(Ordering::Relaxed) || !IN_VAIN.has_now(AGAIN_MAX) || !awaits() {
         return false;
     }
     let mut wait = Wait::new(slot, AGAIN_MAX);
@@ -356,7 +351,7 @@ fn wait_to_receive_again(which: Which) -> bool {
         }
     }
     slot.has_waited_again.store(true, Ordering::Relaxed);
-    IN_VAIN.store(milliseconds().max(1), Ordering::Relaxed);
+    IN_VAIN.spend_now(wait.elapsed());
     false
 }
 

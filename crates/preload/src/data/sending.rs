@@ -8,7 +8,7 @@ use crate::room::Blocked;
 use crate::signals::{self, Handlers};
 use crate::slots::{Receiving, Sending, Slot, phase};
 use crate::tcp::Connection;
-use crate::{allowance, room, switch, wait, waker};
+use crate::{allowance, room, slots, switch, wait, waker};
 use libc::{c_int, ssize_t};
 use std::io;
 use std::sync::atomic::Ordering;
@@ -114,7 +114,7 @@ const RETURN_MAX_SPENT: Duration = Duration::from_millis(100);
 
 /// Longest return; then the connection breaks.
 fn return_limit(slot: &Slot) -> Duration {
-    let is_spent = slot.is_others.load(Ordering::Relaxed) && !allowance::has(allowance::STEP);
+    let is_spent = slot.is_others.load(Ordering::Relaxed) && !slots::allowance().has_now(allowance::STEP);
     if is_spent { RETURN_MAX_SPENT } else { CATCH_UP_MAX }
 }
 
@@ -357,12 +357,12 @@ pub(crate) fn send_from_file(
     let connection = Connection::new(fd);
     let (mut sum, mut waits_since, mut is_patient) = (0, None, None);
     while sum < len {
-        if slot.plain_sends.load(Ordering::SeqCst) > 0 {
-            break;
-        }
         let Ok(Some(mut sending)) = slot.sending() else { break };
         if !which.is_still_it() {
             return if sum > 0 { Ok((sum, true)) } else { Err(libc::EBADF) };
+        }
+        if slot.plain_sends.load(Ordering::SeqCst) > 0 {
+            break;
         }
         let Sending { segment, writer, .. } = &mut sending;
         let is_over = writer.is_reader_gone(segment) || writer.is_closed_by_reader(segment);
