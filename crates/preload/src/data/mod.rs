@@ -13,7 +13,7 @@ pub(crate) use ends::{
 };
 pub(crate) use receiving::{
     disarm, disarm_if_looked_at, finds_nothing, is_before_tcp, is_readable, is_unannounced, rearm, receive,
-    receive_plain, unread,
+    receive_message, receive_plain, unread,
 };
 pub(crate) use sending::{may_have_blocked, send_from_file, transmit};
 

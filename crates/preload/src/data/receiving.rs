@@ -52,6 +52,24 @@ pub(crate) unsafe fn receive(
     }
 }
 
+/// As [`receive`], for calls which wait for bytes also if they ask for none: all but `read` and `readv`.
+pub(crate) unsafe fn receive_message(
+    number: u32,
+    fd: c_int,
+    list: &[libc::iovec],
+    flags: c_int,
+    plain: impl Fn() -> ssize_t,
+) -> ssize_t {
+    if list.iter().any(|piece| piece.iov_len > 0) {
+        // SAFETY: the caller's promise.
+        return unsafe { receive(number, fd, list, flags, plain) };
+    }
+    let mut byte = 0u8;
+    let piece = libc::iovec { iov_base: (&raw mut byte).cast(), iov_len: 1 };
+    // SAFETY: one byte of ours, which stays on the connection.
+    unsafe { receive(number, fd, &[piece], flags & !libc::MSG_TRUNC | libc::MSG_PEEK, plain) }.min(0)
+}
+
 /// Makes a call that receives on a connection which is not accelerated. `None` if it is.
 pub(crate) fn receive_plain(number: u32, fd: c_int, plain: impl Fn() -> ssize_t) -> Option<ssize_t> {
     let slot = slots::slot(number);

@@ -17,7 +17,9 @@ pub(crate) unsafe extern "C" fn read(fd: c_int, buf: *mut c_void, len: size_t) -
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn recv(fd: c_int, buf: *mut c_void, len: size_t, flags: c_int) -> ssize_t {
     let Some(number) = slots::find(fd) else { return unsafe { real::recv(fd, buf, len, flags) } };
-    unsafe { data::receive(number, fd, &[piece(buf, call_len(len))], flags, || real::recv(fd, buf, len, flags)) }
+    unsafe {
+        data::receive_message(number, fd, &[piece(buf, call_len(len))], flags, || real::recv(fd, buf, len, flags))
+    }
 }
 
 #[unsafe(no_mangle)]
@@ -35,7 +37,7 @@ pub(crate) unsafe extern "C" fn recvfrom(
         unsafe { real::recvfrom(fd, buf, len, flags, addr, addr_len) }
     };
     let Some(number) = slots::find(fd) else { return plain() };
-    let result = unsafe { data::receive(number, fd, &[piece(buf, call_len(len))], flags, plain) };
+    let result = unsafe { data::receive_message(number, fd, &[piece(buf, call_len(len))], flags, plain) };
     if !is_kernels.get() && result >= 0 && !addr.is_null() && !addr_len.is_null() {
         // As TCP: it does not say from whom.
         unsafe { addr_len.write_unaligned(0) };
@@ -103,7 +105,7 @@ pub(crate) unsafe extern "C" fn recvmsg(fd: c_int, message: *mut msghdr, flags: 
     }
     let (base, count) = unsafe { ((*message).msg_iov, (*message).msg_iovlen) };
     let Some(pieces) = (unsafe { list(base, c_int::try_from(count).unwrap_or(-1)) }) else { return plain() };
-    let result = unsafe { data::receive(number, fd, pieces, flags, plain) };
+    let result = unsafe { data::receive_message(number, fd, pieces, flags, plain) };
     if !is_kernels.get() && result >= 0 {
         unsafe {
             (*message).msg_namelen = 0;

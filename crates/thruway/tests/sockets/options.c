@@ -78,8 +78,29 @@ static void sandboxed(void) {
     printf("sandboxed: %x\n", status);
 }
 
+/* Calls that ask for no bytes. */
+static void empty(void) {
+    char byte;
+    struct msghdr message = {0};
+    connect_pair(0, 100, 0);
+    for (int has_bytes = 0; has_bytes < 2; has_bytes++) {
+        must(!has_bytes || send(one, "hello", 5, 0) == 5, "send");
+        ssize_t got = recv(other, &byte, 0, MSG_DONTWAIT);
+        printf("recv %zd %s\n", got, got < 0 ? strerror(errno) : "");
+        got = recvmsg(other, &message, MSG_DONTWAIT);
+        printf("recvmsg %zd %s\n", got, got < 0 ? strerror(errno) : "");
+        printf("read %zd\n", read(other, &byte, 0));
+    }
+    printf("recv %zd\n", recv(other, &byte, 0, 0));
+    exactly(other, 5);
+    must(close(one) == 0, "close");
+    printf("recv %zd at the end\n", recv(other, &byte, 0, 0));
+    close(other);
+}
+
 int main(void) {
     setvbuf(stdout, NULL, _IOLBF, 0);
+    empty();
     beside("SO_TIMESTAMP", SOL_SOCKET, SO_TIMESTAMP, SO_TIMESTAMP);
     beside("TCP_INQ", IPPROTO_TCP, TCP_INQ, TCP_INQ);
     sandboxed();
