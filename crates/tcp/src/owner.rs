@@ -5,6 +5,7 @@ use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, 
 use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::AsRawFd;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// `struct nlmsghdr`, `struct inet_diag_req_v2`, `struct inet_diag_msg`: linux/netlink.h, linux/inet_diag.h.
 const HEADER: usize = 16;
@@ -12,6 +13,8 @@ const REQUEST: usize = 56;
 const ANSWER: usize = 72;
 const SOCK_DIAG_BY_FAMILY: u16 = 20;
 const NLM_F_REQUEST: u16 = 1;
+/// `NLM_F_ROOT | NLM_F_MATCH`: a list.
+const NLM_F_DUMP: u16 = 0x300;
 const IPPROTO_TCP: u8 = 6;
 const TCP_ESTABLISHED: u8 = 1;
 const TCP_CLOSE_WAIT: u8 = 8;
@@ -65,7 +68,7 @@ pub struct LocalSocket {
 /// The socket of this network namespace with `local` as its own address and `peer` as its peer's. `None` if there is none.
 ///
 /// # Errors
-/// Those of netlink sockets; [`io::ErrorKind::InvalidData`] for an answer that is none.
+/// Those of netlink sockets; `ENOENT` if the kernel has no diagnostics of TCP sockets; [`io::ErrorKind::InvalidData`] for an answer that is none.
 pub fn local_socket(local: SocketAddr, peer: SocketAddr) -> io::Result<Option<LocalSocket>> {
     ask(&diagnostics()?, 0, local, peer)
 }
@@ -122,15 +125,10 @@ pub fn ask_on(
 ) -> io::Result<Option<LocalSocket>> {
     // What follows calls the socket looked for the peer's.
     let (peer, local) = (local, peer);
-    let mut message = [0u8; HEADER + REQUEST];
-    message[0..4].copy_from_slice(&((HEADER + REQUEST) as u32).to_ne_bytes());
-    message[4..6].copy_from_slice(&SOCK_DIAG_BY_FAMILY.to_ne_bytes());
-    message[6..8].copy_from_slice(&NLM_F_REQUEST.to_ne_bytes());
-    message[8..12].copy_from_slice(&sequence.to_ne_bytes());
+    let mut message = message(NLM_F_REQUEST, sequence, IPPROTO_TCP);
     let request = &mut message[HEADER..];
     let (peer_ip, local_ip) = (peer.ip().to_canonical(), local.ip().to_canonical());
     request[0] = if peer_ip.is_ipv4() { libc::AF_INET as u8 } else { libc::AF_INET6 as u8 };
-    request[1] = IPPROTO_TCP;
     request[4..8].copy_from_slice(&u32::MAX.to_ne_bytes());
     // The socket that we look for has the peer's address as its own.
     request[8..10].copy_from_slice(&peer.port().to_be_bytes());
@@ -153,7 +151,7 @@ pub fn ask_on(
     if len >= HEADER + 4 && kind == libc::NLMSG_ERROR as u16 {
         let code = i32::from_ne_bytes(answer[HEADER..HEADER + 4].try_into().expect("4 bytes"));
         return match -code {
-            libc::ENOENT => Ok(None),
+            libc::ENOENT if diagnoses_tcp() => Ok(None),
             code => Err(io::Error::from_raw_os_error(code)),
         };
     }
@@ -168,6 +166,42 @@ pub fn ask_on(
         // The number of its file; sockets without one have 0.
         is_held: message[68..72] != [0; 4],
     }))
+}
+
+/// A request of these diagnostics. Its families, addresses and states are 0.
+fn message(flags: u16, sequence: u32, protocol: u8) -> [u8; HEADER + REQUEST] {
+    let mut message = [0u8; HEADER + REQUEST];
+    message[0..4].copy_from_slice(&((HEADER + REQUEST) as u32).to_ne_bytes());
+    message[4..6].copy_from_slice(&SOCK_DIAG_BY_FAMILY.to_ne_bytes());
+    message[6..8].copy_from_slice(&flags.to_ne_bytes());
+    message[8..12].copy_from_slice(&sequence.to_ne_bytes());
+    message[HEADER + 1] = protocol;
+    message
+}
+
+/// True if the kernel knows its TCP sockets. Without the module `tcp_diag`, it answers `ENOENT` for each, as for a socket that does not exist.
+fn diagnoses_tcp() -> bool {
+    // No lock: a process may fork during a call.
+    static DIAGNOSES: AtomicBool = AtomicBool::new(false);
+    if !DIAGNOSES.load(Ordering::Relaxed) {
+        DIAGNOSES.store(diagnoses(IPPROTO_TCP).unwrap_or(false), Ordering::Relaxed);
+    }
+    DIAGNOSES.load(Ordering::Relaxed)
+}
+
+/// True if the kernel lists the sockets of a protocol. Asks for a list of those in no state.
+fn diagnoses(protocol: u8) -> io::Result<bool> {
+    let diagnostics = diagnostics()?;
+    let mut message = message(NLM_F_REQUEST | NLM_F_DUMP, 0, protocol);
+    message[HEADER] = libc::AF_INET as u8;
+    rustix::net::send(&diagnostics, &message, SendFlags::empty())?;
+    let mut answer = [0u8; 512];
+    let (len, _) = rustix::net::recv(&diagnostics, &mut answer, RecvFlags::empty())?;
+    let kind = u16::from_ne_bytes([answer[4], answer[5]]);
+    // Either kind of end has the error, or 0.
+    let code = i32::from_ne_bytes(answer[HEADER..HEADER + 4].try_into().expect("4 bytes"));
+    let is_end = [libc::NLMSG_DONE, libc::NLMSG_ERROR].contains(&i32::from(kind));
+    Ok(len >= HEADER + 4 && is_end && code == 0)
 }
 
 fn by_netlink(peer: SocketAddr, local: SocketAddr) -> io::Result<Option<u32>> {
@@ -247,6 +281,13 @@ fn parse(text: &str) -> Option<SocketAddr> {
 mod tests {
     use super::*;
     use std::net::{TcpListener, TcpStream};
+
+    #[test]
+    fn a_protocol_without_diagnostics_is_noticed() {
+        assert!(diagnoses_tcp());
+        // No protocol has this number.
+        assert!(!diagnoses(254).unwrap());
+    }
 
     fn bind_to_loopback(socket: &impl AsRawFd) {
         let name = b"lo";
