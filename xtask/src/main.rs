@@ -548,7 +548,7 @@ fn mutants(part: &str, rest: &[&str]) -> Result<(), String> {
 }
 
 /// The libraries that are published.
-const LIBRARIES: [&str; 13] = [
+const LIBRARIES: [&str; 14] = [
     "thruway-memory",
     "thruway-rdma-types",
     "thruway-tcp",
@@ -561,6 +561,7 @@ const LIBRARIES: [&str; 13] = [
     "thruway-rpc",
     "thruway-transfer",
     "thruway-block",
+    "thruway-vfs",
     "thruway-nfs",
 ];
 

@@ -7,13 +7,13 @@ use std::time::Duration;
 use thruway_cli::units;
 use thruway_engine::Reactors;
 use thruway_nfs::delegations::Delegate;
-use thruway_nfs::file_system::MemoryFileSystem;
 use thruway_nfs::mount::Mount;
 use thruway_nfs::share::{Policy, Share, Shares, Squash};
 use thruway_nfs::v3::Nfs3;
 use thruway_nfs::v4::{self, Nfs4};
 use thruway_rpc::server::{Config, Design, Program, Programs, RdmaConfig, Server};
 use thruway_server::Address;
+use thruway_vfs::MemoryFileSystem;
 
 /// The name of what it shares.
 pub(super) const SHARE: &str = "m";

@@ -8,15 +8,15 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 use thruway_engine::{Reactors, Segment};
 use thruway_nfs::delegations::Delegate;
-use thruway_nfs::file_system::{
-    As, Attributes, Credentials, Entry, Errno, FileId, FileSystem, Kind, Listing, Make, Op, OpenGuard, ReadData,
-    Result, Rights, Room, SetAttributes, Stability, Time, Usage,
-};
 use thruway_nfs::mount::Mount;
 use thruway_nfs::share::{Policy, Share, Shares};
 use thruway_nfs::v3::Nfs3;
 use thruway_nfs::v4::{self, Nfs4};
 use thruway_rpc::server::{Config, Program, Programs, Server};
+use thruway_vfs::{
+    As, Attributes, Credentials, Entry, Errno, FileId, FileSystem, Kind, Listing, Make, Op, OpenGuard, ReadData,
+    Result, Rights, Room, SetAttributes, Stability, Time, Usage,
+};
 
 const ROOT: u8 = 1;
 const FILE: u8 = 2;

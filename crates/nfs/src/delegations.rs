@@ -1,11 +1,11 @@
 //! Files that are delegated to clients, as the protocols see them: what others do to such a file waits until it is given back.
 
-use crate::file_system::{FileId, FileSystem, Op, Result};
-use crate::identity::FileIdentity;
 use crate::share::Target;
 use rustix::io::Errno;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
+use thruway_vfs::identity::FileIdentity;
+use thruway_vfs::{FileId, FileSystem, Op, Result};
 
 /// What of a share's files is delegated to clients that can be called back (RFC 8881, section 10.4).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]

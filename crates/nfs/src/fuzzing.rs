@@ -1,7 +1,6 @@
 //! Entry points for the fuzzer.
 
 use crate::delegations::Delegate;
-use crate::file_system::MemoryFileSystem;
 use crate::mount::Mount;
 use crate::nfsacl::NfsAcl;
 use crate::nlm::Nlm;
@@ -14,6 +13,7 @@ use std::time::Duration;
 use thruway_rpc::rpcbind::Rpcbind;
 use thruway_rpc::server::{Program, Programs};
 use thruway_rpc::xdr::{Decoder, Encoder};
+use thruway_vfs::MemoryFileSystem;
 
 fn programs(shares: Vec<Share>) -> Programs {
     let shares = Arc::new(Shares::new(shares, [7; 32]).expect("one share at most"));

@@ -2,7 +2,6 @@
 //! beside NFS, on the same connection. No RFC describes it; this is what Linux's client and server say (`fs/nfs/nfs3acl.c`,
 //! `fs/nfsd/nfs3acl.c`).
 
-use crate::acl::{Acl, BadAcl, PosixAcl, tag};
 use crate::share::{HANDLE_MAX, Shares, Target};
 use crate::v3::put_after;
 use crate::v3::status::Status;
@@ -12,6 +11,7 @@ use std::sync::Arc;
 use thruway_rpc::message::{AuthError, Refusal};
 use thruway_rpc::server::{Answer, Call, Outcome, Program};
 use thruway_rpc::xdr::{self, DecodeError, Decoder, Encoder};
+use thruway_vfs::acl::{Acl, BadAcl, PosixAcl, tag};
 
 /// The program's number.
 pub const PROGRAM: u32 = 100_227;

@@ -1,8 +1,6 @@
 //! Shares: file systems with names, their handles, and whom clients' users count as.
 
 use crate::delegations::{Delegate, Delegations};
-use crate::file_system::{As, Attributes, Credentials, FILE_ID_MAX, FileId, FileSystem};
-use crate::identity::FileIdentity;
 use crate::rules::Rule;
 use crate::security::{Security, SecuritySet};
 use crate::users::{Unavailable, Users};
@@ -11,6 +9,8 @@ use std::fmt;
 use std::sync::{Arc, RwLock};
 use thruway_rpc::server::{Call, Connection, Credential, User};
 use thruway_tcp::Origin;
+use thruway_vfs::identity::FileIdentity;
+use thruway_vfs::{As, Attributes, Credentials, FILE_ID_MAX, FileId, FileSystem};
 
 /// The user and group of those who are nobody.
 pub const NOBODY: u32 = 65_534;
@@ -385,8 +385,8 @@ impl Shares {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::file_system::{LocalFileSystem, LocalOptions};
     use thruway_rpc::message::AuthSys;
+    use thruway_vfs::{LocalFileSystem, LocalOptions};
 
     fn share(name: &str, squash: Squash) -> Option<Share> {
         let dir = tempfile::tempdir().unwrap();

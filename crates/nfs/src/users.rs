@@ -1,7 +1,6 @@
 //! Users and groups, as the user database of this host has them: who a principal of Kerberos is here, and the groups of users who
 //! are in more than a credential has room for.
 
-use crate::file_system::workers::Workers;
 use nix::errno::Errno;
 use nix::unistd::{Gid, Group, Uid, User as Entry, getgrouplist};
 use std::collections::HashMap;
@@ -11,6 +10,7 @@ use std::time::{Duration, Instant};
 use thruway_rpc::server::User;
 use thruway_server::turns::{Limits, Turns};
 use thruway_tcp::Origin;
+use thruway_vfs::workers::Workers;
 
 /// So many groups have room in a credential (`AUTH_SYS`, RFC 5531, appendix A): with as many, there may be more.
 const IN_CREDENTIAL: usize = 16;

@@ -3,7 +3,6 @@
 use super::grants::{Grants, LockOwner};
 use super::wire::{self, Lock, Status, Test};
 use super::{AGAIN_AFTER, PROGRAM, VERSION, procedure};
-use crate::identity::FileIdentity;
 use crate::nsm;
 use crate::state::{Host, PendingGrant, Range, Refused, State};
 use crate::v4;
@@ -19,6 +18,7 @@ use thruway_rpc::xdr::{Decoder, Encoder};
 use thruway_server::turns::{Limits, Turns};
 use thruway_server::{caller::on_behalf_of, slices};
 use thruway_tcp::Origin;
+use thruway_vfs::identity::FileIdentity;
 use tokio::time::{Instant, sleep};
 
 /// How long a client may take to answer.

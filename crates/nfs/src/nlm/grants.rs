@@ -6,11 +6,11 @@
 //! Clients match a callback with their waits by owner, file and range. A callback that arrives late must not match a later wait. So CANCEL
 //! and UNLOCK are answered when no callback is on the way to the owner. A lock stays locked if the client may yet get the callback.
 
-use crate::identity::FileIdentity;
 use crate::state::{HostCounts, Range};
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use thruway_tcp::Origin;
+use thruway_vfs::identity::FileIdentity;
 use tokio::sync::Notify;
 use tokio::sync::futures::OwnedNotified;
 
@@ -170,8 +170,8 @@ fn without(part: Range, other: Range) -> impl Iterator<Item = Range> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::file_system::FileId;
     use proptest::prelude::*;
+    use thruway_vfs::FileId;
 
     fn owner(client: u64, file: u8) -> LockOwner {
         (client, b"owner"[..].into(), FileIdentity { file_system: 1, file: FileId([file].into_iter().collect()) })

@@ -9,7 +9,6 @@ pub(crate) mod wire;
 
 use self::calls::Caller;
 use self::wire::{Cancel, Share, Status, Take, Test, Unlock};
-use crate::file_system::{Kind, Rights};
 use crate::share::{HandleError, Target};
 use crate::state::{Denied, Host, PendingGrant, Refused, State};
 use crate::v4;
@@ -23,6 +22,7 @@ use thruway_engine::Reactors;
 use thruway_rpc::message::{AuthError, Refusal};
 use thruway_rpc::server::{Answer, Call, Outcome, Program};
 use thruway_rpc::xdr::{self, Encoder};
+use thruway_vfs::{Kind, Rights};
 
 /// The program's number.
 pub const PROGRAM: u32 = 100_021;

@@ -7,12 +7,12 @@ use super::{
     DELEGATIONS_MAX, DELEGATIONS_OF_CLIENT_MAX, FileIdentity, GrantPermit, HELD_TOTAL_MAX, RECENT_MAX, RECENT_MS,
     Refused, State, Stateid,
 };
-use crate::file_system::OpenGuard;
 use crate::v4::session::Session;
 use crate::v4::status::Status;
 use std::collections::HashMap;
 use std::sync::Arc;
 use thruway_tcp::Origin;
+use thruway_vfs::OpenGuard;
 
 /// A file that is delegated.
 pub(super) struct Delegation {

@@ -10,10 +10,10 @@ use super::waiting::Waiting;
 use super::{
     Denied, FILE_HELD_MAX, FileIdentity, GrantPermit, HELD_MAX, LOCKS_MAX, LOCKS_TOTAL_MAX, Refused, State, Stateid,
 };
-use crate::file_system::OpenGuard;
 use crate::v4::status::Status;
 use std::collections::{HashMap, HashSet};
 use thruway_tcp::Origin;
+use thruway_vfs::OpenGuard;
 
 /// Reads, as a bit of what is open or denied (`OPEN4_SHARE_ACCESS_READ`).
 pub(crate) const READ: u32 = 1;

@@ -34,7 +34,6 @@ use self::monitored::WaitKey;
 use self::offloads::Offload;
 use self::owners::IdleOwners;
 use self::quotas::{OpenFiles, RecallDelays, Usage};
-use crate::file_system::OpenGuard;
 use crate::v4::callback::Notice;
 use crate::v4::session::Session;
 use crate::v4::status::Status;
@@ -43,8 +42,9 @@ use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::Arc;
 use thruway_rpc::xdr::{self, Decoder, Encoder};
 use thruway_tcp::Origin;
+use thruway_vfs::OpenGuard;
 
-pub(crate) use crate::identity::FileIdentity;
+pub(crate) use thruway_vfs::identity::FileIdentity;
 
 /// What a client calls something that it has (`stateid4`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

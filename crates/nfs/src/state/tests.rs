@@ -1,7 +1,7 @@
 use super::*;
-use crate::file_system::FileId;
 use crate::v4::session::ChannelLimits;
 use smallvec::smallvec;
+use thruway_vfs::FileId;
 
 mod simulation;
 

@@ -3,8 +3,6 @@
 pub(crate) mod status;
 
 use self::status::Status;
-use crate::file_system::{Attributes, Kind, Make, Rights, Room, SetAttributes, SetTime, Stability, Time};
-use crate::identity::subvolume_number;
 use crate::share::{HANDLE_MAX, Shares, Target};
 use rustix::io::Errno;
 use std::ops::RangeInclusive;
@@ -14,6 +12,8 @@ use thruway_rpc::message::{AuthError, CallHeader, Refusal};
 use thruway_rpc::server::{Answer, BULK_MAX, Call, Program};
 use thruway_rpc::xdr::{self, Bulk, Decoder, Encoder};
 use thruway_server::Body;
+use thruway_vfs::identity::subvolume_number;
+use thruway_vfs::{Attributes, Kind, Make, Rights, Room, SetAttributes, SetTime, Stability, Time};
 
 /// The program's number.
 pub const PROGRAM: u32 = 100_003;

@@ -2,10 +2,10 @@
 
 use super::bitmap::Bitmap;
 use super::status::Status;
-use crate::acl::{Ace, AceType, Who, flag};
-use crate::file_system::{Attributes, Kind, SetAttributes, SetTime, Time, Usage};
 use thruway_rpc::server::BULK_MAX;
 use thruway_rpc::xdr::{self, Decoder, Encoder};
+use thruway_vfs::acl::{Ace, AceType, Who, flag};
+use thruway_vfs::{Attributes, Kind, SetAttributes, SetTime, Time, Usage};
 
 /// Numbers of attributes, by the names of the RFCs.
 pub(crate) mod number {

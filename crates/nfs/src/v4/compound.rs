@@ -6,9 +6,6 @@ use super::numbered_ops::is_numbered;
 use super::session::{CACHED_MAX, OPERATIONS_MAX, Session, Turn};
 use super::status::Status;
 use super::{MINOR_VERSIONS, Server, op};
-use crate::acl::{Acl, ENTRIES_OF_UNIT, PosixAcl, to_aces};
-use crate::file_system::{As, Attributes, Kind, Time, Usage};
-use crate::identity::subvolume_number;
 use crate::security::SecuritySet;
 use crate::share::{FileHandle, HandleError, Target};
 use crate::state::{Denied, Refused, Stateid};
@@ -18,6 +15,9 @@ use std::sync::Arc;
 use thruway_rpc::server::{CALL_MAX, Call, Credential};
 use thruway_rpc::xdr::{self, DecodeError, Decoder, Encoder};
 use thruway_server::slices;
+use thruway_vfs::acl::{Acl, ENTRIES_OF_UNIT, PosixAcl, to_aces};
+use thruway_vfs::identity::subvolume_number;
+use thruway_vfs::{As, Attributes, Kind, Time, Usage};
 
 /// Longest tag of a compound.
 pub(super) const TAG_MAX: u32 = 1024;

@@ -3,7 +3,6 @@
 use super::compound::{Compound, Done, Failure, Object, user};
 use super::name_ops::Access;
 use super::status::Status;
-use crate::file_system::{Allocate, Attributes, Kind, Seek, Stability};
 use crate::share::Target;
 use crate::state::Stateid;
 use rustix::io::Errno;
@@ -12,6 +11,7 @@ use thruway_engine::{Segment, Segments};
 use thruway_rpc::server::BULK_MAX;
 use thruway_rpc::xdr::{Bulk, Decoder, Encoder};
 use thruway_server::Body;
+use thruway_vfs::{Allocate, Attributes, Kind, Seek, Stability};
 
 /// Most bytes of a READ that is not the first of its compound.
 const FURTHER_READ_MAX: usize = 64 << 10;

@@ -28,8 +28,6 @@ use self::recovery::Recovery;
 use self::session::Session;
 use self::status::Status;
 use crate::delegations::Delegate;
-use crate::file_system::OpenGuard;
-use crate::identity::FileIdentity;
 use crate::share::Shares;
 use crate::state::{GrantPermit, PendingGrant, Refused, State};
 use std::io;
@@ -43,6 +41,8 @@ use thruway_rpc::message::{AuthError, CallHeader, Refusal};
 use thruway_rpc::server::{Answer, Call, Program};
 use thruway_rpc::xdr::{self, Decoder, Encoder};
 use thruway_server::{caller, slices};
+use thruway_vfs::OpenGuard;
+use thruway_vfs::identity::FileIdentity;
 use tokio::sync::mpsc;
 
 /// The program's number.

@@ -4,9 +4,7 @@ use super::attributes::{self, SaidAce, Wanted};
 use super::bitmap::Bitmap;
 use super::compound::{Compound, Done, Failure, Object, fsid, get_name, put_change_info, user};
 use super::status::Status;
-use crate::acl::{Ace, ENTRIES_OF_UNIT, from_aces};
 use crate::delegations::Change;
-use crate::file_system::{Attributes, Entry, Kind, Make, Rights, Room, Usage};
 use crate::share::{HandleError, Target};
 use crate::state::Stateid;
 use crate::users::Unavailable;
@@ -15,6 +13,8 @@ use thruway_rpc::server::BULK_MAX;
 use thruway_rpc::xdr::{Bulk, Decoder, Encoder};
 use thruway_server::Body;
 use thruway_server::slices;
+use thruway_vfs::acl::{Ace, ENTRIES_OF_UNIT, from_aces};
+use thruway_vfs::{Attributes, Entry, Kind, Make, Rights, Room, Usage};
 
 /// Bits of ACCESS.
 mod access {

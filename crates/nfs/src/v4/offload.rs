@@ -5,7 +5,6 @@ use super::callback::{Answer, Notice};
 use super::compound::{Compound, Done, Failure, user};
 use super::data_ops::check_range;
 use super::status::Status;
-use crate::file_system::{As, Credentials};
 use crate::share::FileHandle;
 use crate::share::Policy;
 use crate::state::{Refused, Stateid};
@@ -14,6 +13,7 @@ use std::time::{Duration, Instant};
 use thruway_engine::reactor;
 use thruway_rpc::xdr::{Decoder, Encoder};
 use thruway_server::caller;
+use thruway_vfs::{As, Credentials};
 use tokio::time::sleep;
 
 /// From this length on, a copy is answered before it is done, if the client wants that.

@@ -6,7 +6,6 @@ use super::compound::{Compound, Done, Failure, Object, get_name, put_change_info
 use super::recall;
 use super::status::Status;
 use crate::delegations::Delegate;
-use crate::file_system::{Attributes, Make, OpenGuard, Rights, SetAttributes, SetTime, exclusive_times};
 use crate::share::Target;
 use crate::state::{
     Delegated, GrantPermit, LockRequest, Modes, OpenAs, Owner, READ, Range, Refused, Role, State, Stateid, Turn, WRITE,
@@ -16,6 +15,7 @@ use rustix::io::Errno;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use thruway_rpc::xdr::{self, Decoder, Encoder};
+use thruway_vfs::{Attributes, Make, OpenGuard, Rights, SetAttributes, SetTime, exclusive_times};
 
 /// Longest name of an owner (`NFS4_OPAQUE_LIMIT`).
 const OWNER_MAX: u32 = 1024;

@@ -4,8 +4,6 @@ use super::Server;
 use super::callback::{Answer, Notice};
 use super::status::Status;
 use crate::delegations::Holder;
-use crate::file_system::{OnChange, Op};
-use crate::identity::FileIdentity;
 use crate::state::{Recalled, Refused, State};
 use rustix::io::Errno;
 use std::cell::Cell;
@@ -13,6 +11,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 use thruway_engine::reactor;
+use thruway_vfs::identity::FileIdentity;
+use thruway_vfs::{OnChange, Op};
 use tokio::time::{Instant, sleep, timeout_at};
 
 /// So long a call waits for a DELEGRETURN before it is answered NFS4ERR_DELAY: most take no longer.

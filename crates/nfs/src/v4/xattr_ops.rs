@@ -2,8 +2,8 @@
 
 use super::compound::{Compound, Done, Object, put_change_info};
 use super::status::Status;
-use crate::file_system::SetXattr;
 use thruway_rpc::xdr::{Decoder, Encoder};
+use thruway_vfs::SetXattr;
 
 /// Longest name, `user.` not counted.
 const NAME_MAX: usize = 255 - 5;

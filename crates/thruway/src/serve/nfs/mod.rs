@@ -22,7 +22,6 @@ use thruway_fabric::Provider;
 use thruway_fs::credentials::can_act_as_others;
 use thruway_fs::durable;
 use thruway_gss::Acceptor;
-use thruway_nfs::identity::FileSystemNumbers;
 use thruway_nfs::mount::Mount;
 use thruway_nfs::nfsacl::NfsAcl;
 use thruway_nfs::nlm::Nlm;
@@ -36,6 +35,7 @@ use thruway_rpc::server::{Config, Design, Program, Programs, RdmaConfig, Server}
 use thruway_server::service::{Announcement, Service};
 use thruway_server::tls::TlsServer;
 use thruway_server::{Address, ConnectionKind};
+use thruway_vfs::identity::FileSystemNumbers;
 
 /// Above these options in the help.
 pub(super) const HEADING: &str = "File service";

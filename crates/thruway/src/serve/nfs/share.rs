@@ -8,11 +8,11 @@ use thruway_cli::units;
 use thruway_engine::units::parse_size;
 use thruway_fs::Superblock;
 use thruway_nfs::delegations::Delegate;
-use thruway_nfs::file_system::{FileSystem, LocalFileSystem, LocalOptions, MemoryFileSystem};
-use thruway_nfs::identity::FileSystemNumbers;
 use thruway_nfs::rules::{Rule, RuleError};
 use thruway_nfs::security::{SecurityError, SecuritySet};
 use thruway_nfs::share::{Policy, Share, Squash};
+use thruway_vfs::identity::FileSystemNumbers;
+use thruway_vfs::{FileSystem, LocalFileSystem, LocalOptions, MemoryFileSystem};
 
 /// What is shared.
 #[derive(Debug, Clone, PartialEq, Eq)]

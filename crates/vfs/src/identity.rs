@@ -1,6 +1,6 @@
 //! Identity of files and file systems, shared by handles, client state and attributes.
 
-use crate::file_system::FileId;
+use crate::FileId;
 use rustix::fs::Mode;
 use std::collections::{BTreeMap, HashMap};
 use std::io;
@@ -11,7 +11,7 @@ use thruway_fs::{Superblock, durable};
 /// Identity of a file, independent of its names and of the share.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct FileIdentity {
-    /// Number of its file system ([`FileSystem::fsid`](crate::file_system::FileSystem::fsid)), unique among the file systems that are
+    /// Number of its file system ([`FileSystem::fsid`](crate::FileSystem::fsid)), unique among the file systems that are
     /// served at the same time.
     pub file_system: u64,
     /// The kernel's handle of the file: subvolume, inode and generation.
@@ -19,7 +19,7 @@ pub struct FileIdentity {
 }
 
 /// Number of a subvolume for clients. `of` is the number of the whole file system, and also that of subvolume 0.
-pub(crate) fn subvolume_number(of: u64, subvolume: u64) -> u64 {
+pub fn subvolume_number(of: u64, subvolume: u64) -> u64 {
     if subvolume == 0 {
         return of;
     }

@@ -34,14 +34,20 @@ pub struct Acl {
 #[error("no access control list of POSIX")]
 pub struct BadAcl;
 
-/// Kinds of entries (`e_tag`).
-pub(crate) mod tag {
-    pub(crate) const USER_OBJ: u16 = 1;
-    pub(crate) const USER: u16 = 2;
-    pub(crate) const GROUP_OBJ: u16 = 4;
-    pub(crate) const GROUP: u16 = 8;
-    pub(crate) const MASK: u16 = 0x10;
-    pub(crate) const OTHER: u16 = 0x20;
+/// Kinds of entries (`e_tag`, linux/posix_acl.h).
+pub mod tag {
+    /// The owner.
+    pub const USER_OBJ: u16 = 1;
+    /// A user.
+    pub const USER: u16 = 2;
+    /// The owning group.
+    pub const GROUP_OBJ: u16 = 4;
+    /// A group.
+    pub const GROUP: u16 = 8;
+    /// Maximum rights of all but the owner and others.
+    pub const MASK: u16 = 0x10;
+    /// All others.
+    pub const OTHER: u16 = 0x20;
 }
 
 /// The version of the extended attribute.
@@ -66,7 +72,7 @@ impl PosixAcl {
     }
 
     /// Kind, number and rights of each entry, in the order that the kernel wants.
-    pub(crate) fn entries(&self) -> Vec<(u16, u32, u8)> {
+    pub fn entries(&self) -> Vec<(u16, u32, u8)> {
         let mut all = vec![(tag::USER_OBJ, NO_ID, self.owner)];
         all.extend(self.users.iter().map(|(id, bits)| (tag::USER, *id, *bits)));
         all.push((tag::GROUP_OBJ, NO_ID, self.group));
@@ -80,7 +86,7 @@ impl PosixAcl {
     ///
     /// # Errors
     /// If one is missing or there twice, or has a kind or rights that there are not.
-    pub(crate) fn from_entries(entries: impl IntoIterator<Item = (u16, u32, u8)>) -> Result<PosixAcl, BadAcl> {
+    pub fn from_entries(entries: impl IntoIterator<Item = (u16, u32, u8)>) -> Result<PosixAcl, BadAcl> {
         let (mut owner, mut group, mut mask, mut other) = (None, None, None, None);
         let (mut users, mut groups) = (Vec::new(), Vec::new());
         for (kind, id, bits) in entries {

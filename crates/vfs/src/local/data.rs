@@ -2,7 +2,7 @@
 
 use super::node::{Data, Node, close_later};
 use super::{Inner, LocalFileSystem, errno};
-use crate::file_system::{Allocate, As, Attributes, FileId, LentData, ReadData, Result, Seek, Stability};
+use crate::{Allocate, As, Attributes, FileId, LentData, ReadData, Result, Seek, Stability};
 use rustix::fs::{FallocateFlags, OFlags, SeekFrom};
 use rustix::io::Errno;
 use std::sync::Arc;
@@ -328,7 +328,7 @@ impl LocalFileSystem {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::file_system::{Credentials, FileSystem, LocalOptions};
+    use crate::{Credentials, FileSystem, LocalOptions};
     use futures_util::{FutureExt, TryFutureExt};
     use std::sync::{Mutex, mpsc};
     use thruway_engine::Reactors;

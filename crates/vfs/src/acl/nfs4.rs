@@ -73,12 +73,17 @@ pub(crate) mod mask {
 }
 
 /// Bits of `aceflag4`.
-pub(crate) mod flag {
-    pub(crate) const FILE_INHERIT: u32 = 1;
-    pub(crate) const DIRECTORY_INHERIT: u32 = 2;
-    pub(crate) const NO_PROPAGATE_INHERIT: u32 = 4;
-    pub(crate) const INHERIT_ONLY: u32 = 8;
-    pub(crate) const IDENTIFIER_GROUP: u32 = 0x40;
+pub mod flag {
+    /// New files of the directory inherit the entry.
+    pub const FILE_INHERIT: u32 = 1;
+    /// New directories in the directory inherit the entry.
+    pub const DIRECTORY_INHERIT: u32 = 2;
+    /// What inherits the entry does not pass it on.
+    pub const NO_PROPAGATE_INHERIT: u32 = 4;
+    /// The entry does not apply to the directory itself.
+    pub const INHERIT_ONLY: u32 = 8;
+    /// The entry is of a group.
+    pub const IDENTIFIER_GROUP: u32 = 0x40;
 }
 
 /// What everybody may who finds the file, whatever its list.
@@ -150,7 +155,7 @@ fn simple(acl: &PosixAcl) -> Vec<Simple> {
 }
 
 /// What the lists of a file say.
-pub(crate) fn to_aces(acl: &Acl, is_directory: bool) -> Vec<Ace> {
+pub fn to_aces(acl: &Acl, is_directory: bool) -> Vec<Ace> {
     let entries = |acl, flags| {
         let ace = move |entry: Simple| {
             let always = match (entry.kind, entry.who) {
@@ -257,7 +262,7 @@ fn from_simple(list: impl IntoIterator<Item = Simple>) -> Result<PosixAcl, Inexa
 ///
 /// # Errors
 /// [`Inexact`], if there are none.
-pub(crate) fn from_aces(aces: &[Ace], is_directory: bool) -> Result<Acl, Inexact> {
+pub fn from_aces(aces: &[Ace], is_directory: bool) -> Result<Acl, Inexact> {
     let (mut access, mut default) = (Vec::new(), Vec::new());
     for ace in aces {
         let entry = Simple { kind: ace.kind, bits: to_bits(ace.mask)?, who: ace.who };

@@ -1,7 +1,7 @@
 //! The tree of a file system in memory, and the rules of who may change it.
 
 use super::{As, Attributes, Credentials, Kind, Make, Result, SetAttributes, SetTime, SetXattr, Time, Usage};
-use crate::file_system::exclusive_times;
+use crate::exclusive_times;
 use rustix::io::Errno;
 use std::collections::{BTreeMap, HashMap};
 use std::time::{SystemTime, UNIX_EPOCH};

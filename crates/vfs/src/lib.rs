@@ -1,10 +1,19 @@
-//! File systems: the interface that the protocols work with, and its ends.
+//! File systems: the interface between them and the services that export them ([`FileSystem`]), and two implementations.
+//!
+//! - [`LocalFileSystem`]: a directory of this host; [`MemoryFileSystem`].
+//! - [`acl`]: access control lists, of both kinds.
+//! - [`identity`]: identity of files and file systems, for handles, client state and attributes.
+//! - [`workers`]: threads for operations that may wait.
 
+#![forbid(unsafe_code)]
+
+pub mod acl;
 #[cfg(test)]
 mod conformance;
+pub mod identity;
 mod local;
 mod memory;
-pub(crate) mod workers;
+pub mod workers;
 
 pub use local::{LocalFileSystem, LocalOptions};
 pub use memory::MemoryFileSystem;
@@ -162,7 +171,7 @@ pub enum Make {
 
 /// Times that store the verifier of an exclusive creation (RFC 1813, section 3.3.8). Each half of the verifier becomes a time: 31 bits
 /// are its seconds, which every file system can store, and the highest bit is half a second.
-pub(crate) fn exclusive_times(number: [u8; 8]) -> (Time, Time) {
+pub fn exclusive_times(number: [u8; 8]) -> (Time, Time) {
     let [a, b, c, d, e, f, g, h] = number;
     let time = |bytes| {
         let half = u32::from_be_bytes(bytes);
@@ -322,7 +331,7 @@ pub enum Stability {
 /// - **What it lacks** is `EOPNOTSUPP`, which clients understand of the operations with a body here. Extended attributes are said to
 ///   be there, and fail so.
 ///
-/// `examples/custom_file_system.rs` is a small one; `conformance.rs` tries all of them.
+/// `custom_file_system.rs` (crate `thruway-nfs`, examples) is a small one; `conformance.rs` tries all of them.
 pub trait FileSystem: Send + Sync {
     /// Its root directory.
     fn root(&self) -> FileId;

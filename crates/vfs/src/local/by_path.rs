@@ -4,7 +4,7 @@
 use super::node::{Node, proc_path};
 use super::path_table::PathTable;
 use super::{Found, Inner, LocalFileSystem, errno, id_of};
-use crate::file_system::{FileId, Result};
+use crate::{FileId, Result};
 use rustix::fs::{AtFlags, FileType, Mode, OFlags, RawDir, ResolveFlags};
 use rustix::io::Errno;
 use std::ffi::CStr;
@@ -210,7 +210,7 @@ impl LocalFileSystem {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::file_system::{Credentials, FileSystem, LocalOptions, Make, SetAttributes};
+    use crate::{Credentials, FileSystem, LocalOptions, Make, SetAttributes};
     use std::fs;
     use std::path::Path;
     use std::sync::mpsc;

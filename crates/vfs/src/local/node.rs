@@ -1,7 +1,7 @@
 //! Files that are held: what names them, what is open of them, and how often they have been changed.
 
 use super::Inner;
-use crate::file_system::{FileId, Kind, Result, Time};
+use crate::{FileId, Kind, Result, Time};
 use rustix::fs::{AtFlags, Statx, StatxFlags, StatxTimestamp};
 use rustix::io::Errno;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};

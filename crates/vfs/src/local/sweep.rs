@@ -69,7 +69,7 @@ fn close(inner: &Inner, node: &Arc<Node>) {
 
 #[cfg(test)]
 mod tests {
-    use crate::file_system::{Credentials, FileSystem, LocalFileSystem, LocalOptions};
+    use crate::{Credentials, FileSystem, LocalFileSystem, LocalOptions};
     use std::fs;
     use std::sync::mpsc;
     use thruway_engine::Reactors;

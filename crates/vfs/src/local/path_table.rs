@@ -5,7 +5,7 @@
 //! at the path counts only if it has the handle. A file that is elsewhere, because a program of this host has moved it or the end of
 //! the table was lost in a crash, is searched for in the whole tree: the table decides how fast a file is found, never which.
 
-use crate::file_system::FileId;
+use crate::FileId;
 use quick_cache::sync::Cache;
 use redb::{Database, ReadableDatabase, ReadableTable, TableDefinition};
 use std::collections::HashMap;

@@ -3,7 +3,7 @@
 use super::by_path::name_open;
 use super::node::{Node, time_of};
 use super::{Found, Inner, c_name, errno, id_of, kind_of};
-use crate::file_system::{
+use crate::{
     As, Attributes, Credentials, Entry, FileId, Kind, Listing, Make, Result, Room, SetAttributes, SetTime,
     exclusive_times,
 };

@@ -8,10 +8,8 @@
 mod nfs4;
 mod posix;
 
-pub use nfs4::{Ace, AceType, Inexact, Who};
-pub(crate) use nfs4::{flag, from_aces, to_aces};
-pub(crate) use posix::tag;
-pub use posix::{Acl, BadAcl, PosixAcl};
+pub use nfs4::{Ace, AceType, Inexact, Who, flag, from_aces, to_aces};
+pub use posix::{Acl, BadAcl, PosixAcl, tag};
 
 /// Entries of lists that are as much work as an operation.
-pub(crate) const ENTRIES_OF_UNIT: usize = 16;
+pub const ENTRIES_OF_UNIT: usize = 16;

@@ -26,7 +26,7 @@ type Job = Box<dyn FnOnce() + Send>;
 
 /// A pool of threads whose files have the permissions that they ask for ([`thruway_fs::credentials::without_umask`]).
 #[derive(Clone, Default)]
-pub(crate) struct Workers(Arc<Shared>);
+pub struct Workers(Arc<Shared>);
 
 #[derive(Default)]
 struct Shared {
@@ -104,7 +104,7 @@ impl Shared {
 
 impl Workers {
     /// Runs a job on one of the threads. A job that has begun is completed. If the future is dropped earlier, the job does not begin.
-    pub(crate) async fn run<T: Send + 'static>(&self, job: impl FnOnce() -> T + Send + 'static) -> T {
+    pub async fn run<T: Send + 'static>(&self, job: impl FnOnce() -> T + Send + 'static) -> T {
         let (done, result) = oneshot::channel();
         self.push(Box::new(move || {
             if !done.is_closed() {
