@@ -21,6 +21,7 @@ pub mod rules;
 pub mod security;
 pub mod share;
 mod state;
+mod status;
 mod users;
 pub mod v3;
 pub mod v4;

@@ -3,6 +3,7 @@
 use crate::delegations::{Delegate, Delegations};
 use crate::rules::Rule;
 use crate::security::{Security, SecuritySet};
+use crate::status::Status;
 use crate::users::{Unavailable, Users};
 use smallvec::SmallVec;
 use std::fmt;
@@ -213,6 +214,18 @@ pub enum HandleError {
     WrongSecurity,
     /// Who calls cannot be found out now.
     UnknownCaller,
+}
+
+impl From<HandleError> for Status {
+    fn from(error: HandleError) -> Status {
+        match error {
+            HandleError::Malformed => Status::BADHANDLE,
+            HandleError::Stale => Status::STALE,
+            HandleError::UnknownCaller => Status::DELAY,
+            HandleError::NotAllowed => Status::ACCESS,
+            HandleError::WrongSecurity => Status::WRONGSEC,
+        }
+    }
 }
 
 /// What a call is about, and as whom it is done.

@@ -2,7 +2,8 @@
 
 use super::compound::{Compound, Results};
 use super::{ClientError, Handle, Result, UserCredential};
-use crate::v4::{attributes::number, bitmap::Bitmap, op, session::OPERATIONS_MAX};
+use crate::state::session::OPERATIONS_MAX;
+use crate::v4::{attributes::number, bitmap::Bitmap, op};
 use std::cell::{Cell, RefCell};
 use thruway_rpc::client::{Client, Reply};
 use thruway_rpc::server::CALL_MAX;

@@ -11,8 +11,8 @@ use self::calls::Caller;
 use self::wire::{Cancel, Share, Status, Take, Test, Unlock};
 use crate::share::{HandleError, Target};
 use crate::state::{Denied, Host, PendingGrant, Refused, State};
+use crate::status::Status as V4;
 use crate::v4;
-use crate::v4::status::Status as V4;
 use rustix::io::Errno;
 use std::net::IpAddr;
 use std::ops::RangeInclusive;
@@ -58,7 +58,7 @@ pub struct Nlm {
 }
 
 fn status_of(refused: Refused) -> Status {
-    use crate::v4::status::Status as V4;
+    use crate::status::Status as V4;
     match refused {
         Refused::Denied(_) | Refused::Status(V4::SHARE_DENIED | V4::RECLAIM_BAD) => Status::DENIED,
         Refused::Status(V4::NOSPC | V4::RESOURCE) => Status::DENIED_NOLOCKS,
@@ -84,9 +84,7 @@ fn check_excludes(target: &Target<'_>, keeps_out: bool) -> Result<(), Status> {
 async fn retry_briefly<T>(mut attempt: impl AsyncFnMut() -> Result<T, Refused>) -> Result<T, Refused> {
     for _ in 1..ATTEMPTS_MAX {
         match attempt().await {
-            Err(Refused::Delegated | Refused::Status(v4::status::Status::DELAY)) => {
-                tokio::time::sleep(AGAIN_AFTER).await
-            }
+            Err(Refused::Delegated | Refused::Status(V4::DELAY)) => tokio::time::sleep(AGAIN_AFTER).await,
             other => return other,
         }
     }

@@ -2,9 +2,9 @@
 
 use super::files::Removed;
 use super::numbered::{Numbering, Role};
+use super::session::{ChannelLimits, Lease, Session};
 use super::{CLIENTS_MAX, FileIdentity, Held, Range, Refused, SESSIONS_MAX, State};
-use crate::v4::session::{ChannelLimits, Lease, Session};
-use crate::v4::status::Status;
+use crate::status::Status;
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
 use thruway_tcp::Origin;

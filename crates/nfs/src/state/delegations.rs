@@ -3,12 +3,12 @@
 
 use super::files::{Held, READ, Removed, WRITE};
 use super::quotas::{HostCounts, weight_of};
+use super::session::Session;
 use super::{
     DELEGATIONS_MAX, DELEGATIONS_OF_CLIENT_MAX, FileIdentity, GrantPermit, HELD_TOTAL_MAX, RECENT_MAX, RECENT_MS,
     Refused, State, Stateid,
 };
-use crate::v4::session::Session;
-use crate::v4::status::Status;
+use crate::status::Status;
 use std::collections::HashMap;
 use std::sync::Arc;
 use thruway_tcp::Origin;

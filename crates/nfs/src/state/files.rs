@@ -10,7 +10,7 @@ use super::waiting::Waiting;
 use super::{
     Denied, FILE_HELD_MAX, FileIdentity, GrantPermit, HELD_MAX, LOCKS_MAX, LOCKS_TOTAL_MAX, Refused, State, Stateid,
 };
-use crate::v4::status::Status;
+use crate::status::Status;
 use std::collections::{HashMap, HashSet};
 use thruway_tcp::Origin;
 use thruway_vfs::OpenGuard;

@@ -1,10 +1,11 @@
-//! What clients of all versions have open and locked, without I/O, clock or threads: times are passed in, in milliseconds since the
-//! server began.
+//! Opens, locks and delegations of clients of all versions, without I/O, clock or threads. The caller passes the time, in milliseconds
+//! since the server began.
 //!
-//! A client whose lease has expired keeps its state until another is in its way (RFC 8881, section 8.4.2.4 allows that): what would
-//! conflict is [`Refused::Expired`], and its state is removed by [`State::expire`] when it no longer stands in stable storage, so
-//! that it cannot be reclaimed after others have had what it had.
+//! A client whose lease has expired keeps its state until another client asks for a conflicting state (RFC 8881, section 8.4.2.4
+//! permits that). The request fails with [`Refused::Expired`]. Its caller first removes the expired client from stable storage, and
+//! then its state ([`State::expire`]): so the client cannot reclaim after a restart what another client has had in between.
 
+mod callback;
 mod clients;
 mod delegations;
 mod described;
@@ -16,8 +17,10 @@ mod opens;
 mod owners;
 mod quotas;
 mod ranges;
+pub(crate) mod session;
 mod waiting;
 
+pub(crate) use callback::{Callback, Notice};
 pub(crate) use clients::{ClientName, Kind, Maker, NewSession, Principal, Records};
 pub(crate) use delegations::{Delegated, Recalled};
 pub(crate) use files::{LockRequest, Modes, OpenAs, Owner, READ, WRITE};
@@ -34,9 +37,8 @@ use self::monitored::WaitKey;
 use self::offloads::Offload;
 use self::owners::IdleOwners;
 use self::quotas::{OpenFiles, RecallDelays, Usage};
-use crate::v4::callback::Notice;
-use crate::v4::session::Session;
-use crate::v4::status::Status;
+use self::session::Session;
+use crate::status::Status;
 use std::cell::RefCell;
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::Arc;
@@ -46,10 +48,10 @@ use thruway_vfs::OpenGuard;
 
 pub(crate) use thruway_vfs::identity::FileIdentity;
 
-/// What a client calls something that it has (`stateid4`).
+/// Identifies an open, a set of locks, a delegation or a copy of a client (`stateid4`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Stateid {
-    /// Which change of it is meant; 0 for the latest.
+    /// Number of its last change that the client knows; 0 stands for the latest.
     pub seqid: u32,
     pub other: [u8; 12],
 }
@@ -59,9 +61,9 @@ impl Stateid {
     pub(crate) const ANONYMOUS: Stateid = Stateid { seqid: 0, other: [0; 12] };
     /// Nothing is open, and modes that deny reading do not count.
     pub(crate) const BYPASS: Stateid = Stateid { seqid: u32::MAX, other: [0xff; 12] };
-    /// The one that an earlier operation of the compound has made.
+    /// Stands for the stateid of an earlier operation of the compound.
     pub(crate) const CURRENT: Stateid = Stateid { seqid: 1, other: [0; 12] };
-    /// None; what CLOSE returns.
+    /// Result of CLOSE.
     pub(crate) const INVALID: Stateid = Stateid { seqid: u32::MAX, other: [0; 12] };
 
     pub(crate) fn decode(d: &mut Decoder<'_>) -> xdr::Result<Stateid> {
@@ -73,7 +75,7 @@ impl Stateid {
         out.fixed(&self.other);
     }
 
-    /// The same, whatever has become of it.
+    /// The same state after any number of changes.
     pub(crate) fn latest(self) -> Stateid {
         Stateid { seqid: 0, ..self }
     }
@@ -83,15 +85,15 @@ impl Stateid {
     }
 }
 
-/// Why something is not done.
+/// Reasons for the refusal of a request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Refused {
     Status(Status),
-    /// What a client has whose lease has expired is in the way.
+    /// It conflicts with the state of this client, whose lease has expired.
     Expired(u64),
-    /// A lock is in the way.
+    /// It conflicts with a lock.
     Denied(Denied),
-    /// What is delegated to a client is in the way, and has been recalled.
+    /// It conflicts with a delegation, which has been recalled.
     Delegated,
 }
 
@@ -101,28 +103,28 @@ impl From<Status> for Refused {
     }
 }
 
-/// A lock that is in the way (`LOCK4denied`).
+/// A conflicting lock (`LOCK4denied`).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Denied {
     pub range: Range,
     pub is_write: bool,
     pub client: u64,
     pub owner: Box<[u8]>,
-    /// It is one of a client of version 3.
+    /// Its client uses version 3.
     pub is_monitored: bool,
 }
 
-/// Says that a client may have something new, or have back what it had, and that the clients that may reclaim are stored as they
-/// were when that was found out ([`State::may_begin`]).
+/// Permission for a client to get new state, or to reclaim state. The list of clients was stored after the check
+/// ([`State::may_begin`]).
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct GrantPermit {
     client: u64,
-    /// It has back what it had, which ends with the time for that.
+    /// It reclaims state, which the end of the grace period ends.
     is_reclaim: bool,
 }
 
 impl GrantPermit {
-    /// To be called when they are stored.
+    /// Must be called after the list was stored.
     pub(crate) fn stored(client: u64, is_reclaim: bool) -> GrantPermit {
         GrantPermit { client, is_reclaim }
     }
@@ -133,26 +135,25 @@ impl GrantPermit {
     }
 }
 
-/// Clients whose leases have expired that are remembered.
+/// Maximum number of remembered clients with expired leases.
 pub(crate) const EXPIRED_MAX: usize = 4096;
-/// Most stateids of expired version 4.0 clients that are remembered.
+/// Maximum number of remembered stateids of expired clients of version 4.0.
 pub(crate) const EXPIRED_STATE_MAX: usize = 64 << 10;
-/// Most clients, confirmed or not.
+/// Maximum number of clients, confirmed or not.
 pub(crate) const CLIENTS_MAX: usize = 4096;
 /// Sessions of a client.
 pub(crate) const SESSIONS_MAX: usize = 16;
 /// Sessions of all clients.
 pub(crate) const SESSIONS_TOTAL_MAX: usize = 8192;
-/// Bytes of replies that sessions may keep: beyond that, a new one has two slots.
+/// Maximum number of bytes of all kept replies. A new session beyond that has two slots.
 pub(crate) const KEPT_MAX: u64 = 256 << 20;
-/// Files that a client may have open, and owners of locks.
+/// Maximum number of open files and lock owners of a client.
 pub(crate) const HELD_MAX: usize = 16 << 10;
-/// The same, of all clients; of the clients of one host, as much as eight times what is left. A long name of an owner counts more
-/// than once.
+/// The same, of all clients. Quota of one host: eight times the remaining room. A long name of an owner counts more than once.
 pub(crate) const HELD_TOTAL_MAX: usize = 1 << 20;
 /// Opens and lock owners of one file. Quota of one host: eight times the remaining room.
 pub(crate) const FILE_HELD_MAX: usize = 8192;
-/// Clients of version 3: they have no leases, and must not take all places for ever.
+/// Maximum number of clients of version 3. They have no leases: without this limit, they could fill the table for ever.
 pub(crate) const MONITORED_MAX: usize = CLIENTS_MAX / 2;
 /// The same, of one host (of IPv6: of one network of 64 bits).
 pub(crate) const CLIENTS_OF_HOST_MAX: usize = 64;
@@ -168,16 +169,15 @@ pub(crate) const LOCKS_TOTAL_MAX: usize = 1 << 18;
 pub(crate) const DELEGATIONS_OF_CLIENT_MAX: usize = 2048;
 /// The same, to all clients.
 pub(crate) const DELEGATIONS_MAX: usize = 16 << 10;
-/// Copies of a client that go on after they have been answered, or of whose end it has not heard; beyond that, copies are done
-/// before they are answered.
+/// Maximum number of asynchronous copies of a client, including those whose end it has not confirmed. Further copies are synchronous.
 pub(crate) const OFFLOADS_OF_CLIENT_MAX: usize = 16;
 /// The same, of all clients.
 pub(crate) const OFFLOADS_MAX: usize = 256;
-/// So many milliseconds after one has been recalled, a file is not delegated again.
+/// Time after a recall in which the file is not delegated again, in milliseconds.
 pub(crate) const RECENT_MS: u64 = 30_000;
-/// Files that this is known of; when there are more, none is delegated.
+/// Maximum number of files with such a recall. While there are as many, no file is delegated.
 pub(crate) const RECENT_MAX: usize = 4096;
-/// Owners of a client of version 4.0 whose operations are counted.
+/// Maximum number of owners of a client of version 4.0.
 pub(crate) const OWNERS_MAX: usize = 4096;
 /// The same, of all clients. Quota of one host: eight times the remaining room.
 pub(crate) const OWNERS_TOTAL_MAX: usize = 64 << 10;
@@ -187,7 +187,7 @@ type ClientIds = (Option<u64>, Option<u64>);
 
 /// The state of all clients.
 pub(crate) struct State {
-    /// Tells stateids and client ids of this run from those of earlier ones.
+    /// Part of all stateids and client ids: identifies this run of the server.
     epoch: u32,
     lease_ms: u64,
     clients: HashMap<u64, Client>,
@@ -200,27 +200,27 @@ pub(crate) struct State {
     records: u64,
     /// Number of the list that must be stored before any client may get new state.
     records_for_all: u64,
-    /// Owners whose operations are counted, of all clients.
+    /// Number of owners of version 4.0, of all clients.
     numbered: usize,
-    /// Those that hold nothing.
+    /// Owners without open files and locks.
     idle_owners: IdleOwners,
     /// Locks in all files.
     locks: HostCounts,
     /// Waits for locks of all files, by host.
     waits: HostCounts,
-    /// The last file that an owner of version 4.0 has closed, and whose it was: a repeated CLOSE is still about it.
+    /// The last file that each owner of version 4.0 has closed, for a repeated CLOSE.
     closed: HashMap<u64, (u64, Owner)>,
     /// Clients of version 4.0 whose leases have expired, the last of them.
     expired: VecDeque<u64>,
     /// Numbers in the stateids of these clients.
     expired_state: HashSet<u64>,
-    /// What kept files open; to be dropped when nothing waits for this state.
+    /// Guards of files that are no longer open. The caller drops them without the lock of the state.
     dropped: Vec<OpenGuard>,
-    /// Files with locks that were released and that clients wait for, and a range that contains these locks.
+    /// Files with released locks that clients wait for, and a range that contains these locks.
     to_wake: HashMap<FileIdentity, Range>,
-    /// Locks that are free and that clients of version 3 wait for.
+    /// Free locks that clients of version 3 wait for.
     freed: Vec<PendingGrant>,
-    /// Numbers of such locks that are being given, and the last number.
+    /// Numbers of locks whose grants are on their way to clients of version 3, and the last number.
     giving: HashMap<WaitKey, u64>,
     given: u64,
     /// Callbacks that are due.
@@ -231,7 +231,7 @@ pub(crate) struct State {
     recent: RecentRecalls,
     /// Copies, by number.
     offloads: HashMap<u64, Offload>,
-    /// What clients hold, in all and by where they come from.
+    /// Weight of the state of all clients, and usage by host.
     weight: usize,
     origins: HashMap<Origin, Usage>,
     /// Open files, by number of the file system.
@@ -244,7 +244,7 @@ pub(crate) struct State {
 }
 
 impl State {
-    /// Nothing yet; `before` are the clients that had state when the last run ended, who may reclaim it.
+    /// `before`: the clients that had state at the end of the last run. They may reclaim it.
     pub(crate) fn new(epoch: u32, lease_ms: u64, before: Records) -> State {
         State {
             epoch,
@@ -283,7 +283,7 @@ impl State {
         }
     }
 
-    /// Clients have so long to come back, in milliseconds, instead of a lease.
+    /// Sets the length of the grace period in milliseconds. The default is a lease time.
     pub(crate) fn with_grace_of(mut self, ms: u64) -> State {
         self.grace.until = ms;
         self
@@ -294,17 +294,17 @@ impl State {
         self.now = self.now.max(now);
     }
 
-    /// What was kept open for what is no longer open.
+    /// Guards of files that are no longer open, since the last call.
     pub(crate) fn take_dropped(&mut self) -> Vec<OpenGuard> {
         std::mem::take(&mut self.dropped)
     }
 
-    /// Delegations that have been recalled since this was last asked for.
+    /// Numbers of the delegations that were recalled since the last call.
     pub(crate) fn take_recalls(&mut self) -> Vec<u64> {
         std::mem::take(&mut self.recalls)
     }
 
-    /// A number for something that a client has; not to be guessed, because clients of version 4.0 are known by it alone.
+    /// A new number for a stateid. It is random: clients of version 4.0 are identified by it alone.
     fn number(&self) -> u64 {
         loop {
             let number = u64::from_be_bytes(thruway_engine::random::random());
@@ -330,7 +330,7 @@ impl State {
         client.has_lease() && now.saturating_sub(client.lease.renewed()) > self.lease_ms
     }
 
-    /// Something in the way of a client is another's: whose it is decides what happens.
+    /// The refusal of a request that conflicts with the state of client `of`: `otherwise`, if the lease of that client has not expired.
     fn in_the_way(&self, now: u64, of: u64, otherwise: Refused) -> Refused {
         match self.clients.get(&of) {
             Some(client) if self.is_expired(now, client) => Refused::Expired(of),

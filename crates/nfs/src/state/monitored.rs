@@ -5,7 +5,7 @@ use super::clients::{Client, ClientName, Kind, Maker, Principal};
 use super::files::{FileState, Holder, OpenAs, Owner};
 use super::waiting::Waiting;
 use super::{FileIdentity, GrantPermit, MONITORED_MAX, READ, Range, Refused, State, WRITE};
-use crate::v4::status::Status;
+use crate::status::Status;
 use std::net::IpAddr;
 use std::sync::Arc;
 use thruway_tcp::Origin;

@@ -5,7 +5,7 @@ use super::clients::{Client, ClientName, Maker, Principal};
 use super::files::{Held, Owner};
 use super::owners::Owners;
 use super::{EXPIRED_MAX, EXPIRED_STATE_MAX, Refused, State, Stateid};
-use crate::v4::status::Status;
+use crate::status::Status;
 use std::sync::Arc;
 
 /// What an owner does.

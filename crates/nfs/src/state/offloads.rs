@@ -1,8 +1,8 @@
 //! Copies that go on after they have been answered (RFC 7862, section 15.2), and what has become of them.
 
+use super::session::Session;
 use super::{OFFLOADS_MAX, OFFLOADS_OF_CLIENT_MAX, State, Stateid};
-use crate::v4::session::Session;
-use crate::v4::status::Status;
+use crate::status::Status;
 use std::sync::Arc;
 
 /// A copy.

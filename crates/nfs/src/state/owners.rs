@@ -4,7 +4,7 @@
 use super::clients::Among;
 use super::numbered::{NumberedOwner, Role};
 use super::{OWNERS_MAX, Refused, State};
-use crate::v4::status::Status;
+use crate::status::Status;
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::sync::Arc;
 use thruway_tcp::Origin;

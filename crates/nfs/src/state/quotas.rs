@@ -8,7 +8,7 @@ use super::{
     CLIENTS_MAX, CLIENTS_OF_HOST_MAX, FileIdentity, HELD_TOTAL_MAX, KEPT_MAX, LOCKS_TOTAL_MAX, OWNERS_TOTAL_MAX,
     Refused, SESSIONS_TOTAL_MAX, State,
 };
-use crate::v4::status::Status;
+use crate::status::Status;
 use std::collections::{HashMap, VecDeque};
 use thruway_engine::quota::is_fair;
 use thruway_tcp::Origin;

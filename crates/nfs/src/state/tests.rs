@@ -1,5 +1,5 @@
+use super::session::ChannelLimits;
 use super::*;
-use crate::v4::session::ChannelLimits;
 use smallvec::smallvec;
 use thruway_vfs::FileId;
 

@@ -1,10 +1,10 @@
 //! Clients waiting for locks, and the callbacks due when these are free (RFC 8881, section 9.6).
 
+use super::callback::Notice;
 use super::files::{Held, Owner};
 use super::quotas::HostCounts;
+use super::session::Session;
 use super::{FileIdentity, Range, State, Stateid, WAITING_MAX, WAITS_TOTAL_MAX};
-use crate::v4::callback::Notice;
-use crate::v4::session::Session;
 use std::collections::HashSet;
 use std::sync::Arc;
 use thruway_tcp::Origin;

@@ -1,7 +1,7 @@
 //! Attributes of files (RFC 8881, section 5; RFC 7862, section 12.2; RFC 8275; RFC 8276).
 
 use super::bitmap::Bitmap;
-use super::status::Status;
+use crate::status::Status;
 use thruway_rpc::server::BULK_MAX;
 use thruway_rpc::xdr::{self, Decoder, Encoder};
 use thruway_vfs::acl::{Ace, AceType, Who, flag};

@@ -1,9 +1,9 @@
-//! Calls to clients (RFC 8881, section 20), in the order of a session: by whichever of its connections is there.
+//! Calls to clients (RFC 8881, section 20), one after the other for each session, by any of its connections.
 
 use super::offload::put_written;
-use super::session::Session;
-use super::status::Status;
-use crate::state::Stateid;
+use crate::state::session::Session;
+use crate::state::{Callback, Notice};
+use std::any::Any;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard};
 use std::time::Duration;
@@ -46,18 +46,7 @@ pub(crate) struct Credential {
     pub body: Vec<u8>,
 }
 
-/// A callback that needs no answer but that it has come.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Notice {
-    /// A lock that was in the way of this owner is gone.
-    Lock { handle: Box<[u8]>, owner: Box<[u8]> },
-    /// What is delegated is to be given back.
-    Recall { handle: Box<[u8]>, stateid: Stateid },
-    /// A copy has ended.
-    Copied { handle: Box<[u8]>, stateid: Stateid, result: Result<(), Status>, copied: u64, verifier: u64 },
-}
-
-/// The way back to the client of a session.
+/// Calls to the client of a session.
 pub(crate) struct Back {
     /// Program of the client, and the credential for calls to it.
     caller: Mutex<(u32, Credential)>,
@@ -70,10 +59,10 @@ pub(crate) struct Back {
     notices: AtomicUsize,
 }
 
-/// What is known of the numbers of calls.
+/// Sequence numbers of calls.
 #[derive(Default)]
 struct Slot {
-    /// Of the last that the client is known to have had.
+    /// Number of the last call that the client has confirmed.
     taken: u32,
     /// The highest that was tried since then; it may have been lost on its way, or its answer.
     tried: u32,
@@ -88,7 +77,19 @@ impl Drop for OnItsWay<'_> {
     }
 }
 
+impl Callback for Back {
+    fn is_open(&self) -> bool {
+        !self.is_out_of_step() && self.channels().iter().any(BackChannel::is_open)
+    }
+}
+
 impl Back {
+    /// Calls to the client of this session; `None` if it accepts none.
+    pub(crate) fn of(session: &Session) -> Option<&Back> {
+        let callback: &dyn Any = session.callback.as_deref()?;
+        callback.downcast_ref()
+    }
+
     pub(crate) fn new(program: u32, credential: Credential, channel: BackChannel) -> Back {
         Back {
             caller: Mutex::new((program, credential)),
@@ -116,11 +117,6 @@ impl Back {
             channels.remove(0);
         }
         channels.push(channel);
-    }
-
-    /// Whether there is a connection.
-    pub(crate) fn is_open(&self) -> bool {
-        !self.is_out_of_step() && self.channels().iter().any(BackChannel::is_open)
     }
 
     /// Whether another session is needed to call the client.
@@ -227,7 +223,7 @@ fn compound(session: &Session, sequence: u32, notice: &Notice) -> Encoder {
     out
 }
 
-/// What a client has answered.
+/// The reply of a client.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Answer {
     pub(crate) status: u32,

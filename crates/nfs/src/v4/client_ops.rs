@@ -2,10 +2,10 @@
 
 use super::callback::{self, Back};
 use super::compound::{Compound, Done, Object, get_name};
-use super::session::{CACHED_MAX, ChannelLimits, OPERATIONS_MAX, SLOTS_MAX, Session};
-use super::status::Status;
 use crate::security::SecuritySet;
-use crate::state::{Maker, NewSession, Principal, State};
+use crate::state::session::{CACHED_MAX, ChannelLimits, OPERATIONS_MAX, SLOTS_MAX, Session};
+use crate::state::{Callback, Maker, NewSession, Principal, State};
+use crate::status::Status;
 use std::sync::Arc;
 use thruway_rpc::message::{AuthSys, flavor};
 use thruway_rpc::server::{CALL_MAX, Credential};
@@ -138,8 +138,9 @@ impl Compound<'_> {
         let has_room =
             asked_back.operations >= 2 && asked_back.requests >= 1 && asked_back.request >= callback::CALL_MAX;
         let channel = self.call.connection.back.clone().filter(|_| flags & BACK != 0 && has_room);
-        let mut back = channel.zip(credential).map(|(channel, how)| Back::new(program, how, channel));
-        if back.is_some() {
+        let back = channel.zip(credential).map(|(channel, how)| Back::new(program, how, channel));
+        let mut callback = back.map(|back| Box::new(back) as Box<dyn Callback>);
+        if callback.is_some() {
             self.server.begin_delegating();
         }
         let minor = self.minor;
@@ -157,11 +158,11 @@ impl Compound<'_> {
             reply.fixed(&id);
             reply.u32(sequence);
             // Replies are forgotten with the server; RDMA is known by its port.
-            reply.u32(if back.is_some() { BACK } else { 0 });
+            reply.u32(if callback.is_some() { BACK } else { 0 });
             put_limits(&mut reply, &limits);
             put_limits(&mut reply, &asked_back);
             let reply = reply.to_bytes().into_boxed_slice();
-            let session = Session::new(id, client, lease, limits).with_back(minor, back.take());
+            let session = Session::new(id, client, lease, limits).with_callback(minor, callback.take());
             state.session_created(Arc::new(session), reply.clone());
             Ok(reply)
         };
@@ -199,8 +200,8 @@ impl Compound<'_> {
         const BOTH: u32 = 3;
         let (id, direction, _use_rdma) = (*d.fixed::<16>()?, d.u32()?, d.bool()?);
         let session = self.server.state(|state, _| state.sessions.get(&id).cloned()).ok_or(Status::BADSESSION)?;
-        let way_back = session.back.as_ref().zip(self.call.connection.back.clone());
-        let done = match (direction, way_back) {
+        let callback = Back::of(&session).zip(self.call.connection.back.clone());
+        let done = match (direction, callback) {
             (FORE, _) => FORE,
             (BACK | FORE_OR_BOTH | BACK_OR_BOTH, Some((back, channel))) => {
                 back.add(channel);
@@ -221,7 +222,7 @@ impl Compound<'_> {
         let (program, credential) = (d.u32()?, get_callback_security(d)?);
         let session = self.own_session().ok_or(Status::OP_NOT_IN_SESSION)?;
         // Callbacks never use RPCSEC_GSS, so a list with only its handles is refused (NOENT).
-        let back = session.back.as_ref().ok_or(Status::INVAL)?;
+        let back = Back::of(session).ok_or(Status::INVAL)?;
         back.set_caller(program, credential.ok_or(Status::NOENT)?);
         Ok(())
     }

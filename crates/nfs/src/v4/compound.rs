@@ -2,13 +2,14 @@
 
 use super::attributes::{self, Described};
 use super::bitmap::Bitmap;
+use super::callback::Back;
 use super::numbered_ops::is_numbered;
-use super::session::{CACHED_MAX, OPERATIONS_MAX, Session, Turn};
-use super::status::Status;
 use super::{MINOR_VERSIONS, Server, op};
 use crate::security::SecuritySet;
 use crate::share::{FileHandle, HandleError, Target};
+use crate::state::session::{CACHED_MAX, OPERATIONS_MAX, Session, Turn};
 use crate::state::{Denied, Refused, Stateid};
+use crate::status::Status;
 use rustix::io::Errno;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
@@ -372,7 +373,7 @@ impl<'a> Compound<'a> {
         session.lease.renew(now);
         out.fixed(&id);
         // The client is to say by which connection it can be called.
-        let mut events = match &session.back {
+        let mut events = match Back::of(&session) {
             Some(back) if back.is_out_of_step() => BACKCHANNEL_FAULT,
             Some(_) if !session.can_call() => CB_PATH_DOWN_SESSION,
             _ => 0,

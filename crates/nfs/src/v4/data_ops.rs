@@ -2,9 +2,9 @@
 
 use super::compound::{Compound, Done, Failure, Object, user};
 use super::name_ops::Access;
-use super::status::Status;
 use crate::share::Target;
 use crate::state::Stateid;
+use crate::status::Status;
 use rustix::io::Errno;
 use thruway_engine::lent::Lent;
 use thruway_engine::{Segment, Segments};

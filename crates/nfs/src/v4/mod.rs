@@ -16,20 +16,18 @@ mod offload;
 mod open_ops;
 mod recall;
 mod recovery;
-pub(crate) mod session;
-pub(crate) mod status;
 mod xattr_ops;
 
-use self::callback::Notice;
+use self::callback::Back;
 use self::clock::Clock;
 use self::compound::Compound;
 use self::recall::Clients;
 use self::recovery::Recovery;
-use self::session::Session;
-use self::status::Status;
 use crate::delegations::Delegate;
 use crate::share::Shares;
-use crate::state::{GrantPermit, PendingGrant, Refused, State};
+use crate::state::session::Session;
+use crate::state::{GrantPermit, Notice, PendingGrant, Refused, State};
+use crate::status::Status;
 use std::io;
 use std::ops::RangeInclusive;
 use std::path::PathBuf;
@@ -376,7 +374,7 @@ const NOTICE_TRIES: u32 = 10;
 /// Sends a notice to a client. One that does not get it asks again.
 fn send(session: Arc<Session>, notice: Notice) {
     thruway_engine::reactor::start(async move {
-        let Some(back) = &session.back else { return };
+        let Some(back) = Back::of(&session) else { return };
         for attempt in 1..=NOTICE_TRIES {
             match back.send(&session, &notice).await {
                 Ok(Some(status)) if status == Status::DELAY.0 && attempt < NOTICE_TRIES => {

@@ -3,10 +3,10 @@
 use super::attributes::{self, SaidAce, Wanted};
 use super::bitmap::Bitmap;
 use super::compound::{Compound, Done, Failure, Object, fsid, get_name, put_change_info, user};
-use super::status::Status;
 use crate::delegations::Change;
 use crate::share::{HandleError, Target};
 use crate::state::Stateid;
+use crate::status::Status;
 use crate::users::Unavailable;
 use rustix::io::Errno;
 use thruway_rpc::server::BULK_MAX;

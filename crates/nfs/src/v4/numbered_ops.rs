@@ -5,8 +5,8 @@ use super::client_ops::OPAQUE_MAX;
 use super::compound::{Compound, Done, Failure, HANDLE_MAX, TAG_MAX};
 use super::op;
 use super::open_ops::{get_claim, get_owner};
-use super::status::Status;
 use crate::state::{Reply, Role, State, Stateid, Turn};
+use crate::status::Status;
 use thruway_rpc::xdr::{self, Decoder, Encoder};
 
 /// Longest name of a network, and address there, of a client's callbacks.

@@ -1,13 +1,13 @@
 //! COPY on this server (RFC 7862, section 15.2): done before it is answered, or afterwards, with a callback when it has ended.
 
 use super::Server;
-use super::callback::{Answer, Notice};
+use super::callback::{Answer, Back};
 use super::compound::{Compound, Done, Failure, user};
 use super::data_ops::check_range;
-use super::status::Status;
 use crate::share::FileHandle;
 use crate::share::Policy;
-use crate::state::{Refused, Stateid};
+use crate::state::{Notice, Refused, Stateid};
+use crate::status::Status;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use thruway_engine::reactor;
@@ -219,7 +219,7 @@ impl Copying {
         };
         while let Ok(session) = self.server.state(|state, _| state.offload_session(self.number)) {
             if let Some(session) = session
-                && let Some(back) = &session.back
+                && let Some(back) = Back::of(&session)
             {
                 match back.send_in_turn(&session, &notice).await {
                     Ok(Answer { status, is_of_notice: true }) if status == Status::DELAY.0 => {}

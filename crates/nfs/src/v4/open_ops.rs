@@ -4,13 +4,13 @@ use super::attributes::{self, Wanted};
 use super::bitmap::Bitmap;
 use super::compound::{Compound, Done, Failure, Object, get_name, put_change_info, user};
 use super::recall;
-use super::status::Status;
 use crate::delegations::Delegate;
 use crate::share::Target;
 use crate::state::{
     Delegated, GrantPermit, LockRequest, Modes, OpenAs, Owner, READ, Range, Refused, Role, State, Stateid, Turn, WRITE,
     Waiting,
 };
+use crate::status::Status;
 use rustix::io::Errno;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;

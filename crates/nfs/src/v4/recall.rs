@@ -1,10 +1,10 @@
 //! Having back what is delegated to clients: they are called until they have given it back, or it is taken from them.
 
 use super::Server;
-use super::callback::{Answer, Notice};
-use super::status::Status;
+use super::callback::{Answer, Back};
 use crate::delegations::Holder;
-use crate::state::{Recalled, Refused, State};
+use crate::state::{Notice, Recalled, Refused, State};
+use crate::status::Status;
 use rustix::io::Errno;
 use std::cell::Cell;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -114,7 +114,7 @@ async fn recall(server: &Arc<Server>, number: u64, told: impl Fn()) {
         };
         if !is_told
             && let Some(session) = session
-            && let Some(back) = &session.back
+            && let Some(back) = Back::of(&session)
         {
             match back.send_in_turn(&session, &Notice::Recall { handle, stateid }).await {
                 Ok(Answer { status: 0, .. }) => {

@@ -1,7 +1,8 @@
 //! What a client is answered, whose calls are built by hand.
 
-use super::{op, status::Status};
+use super::op;
 use crate::fuzzing::Client;
+use crate::status::Status;
 use thruway_rpc::xdr::{Decoder, Encoder};
 
 fn words(words: &[u32]) -> Vec<u8> {

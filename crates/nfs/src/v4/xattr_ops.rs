@@ -1,7 +1,7 @@
 //! Operations on extended attributes (RFC 8276): those of users, whose names go without `user.`.
 
 use super::compound::{Compound, Done, Object, put_change_info};
-use super::status::Status;
+use crate::status::Status;
 use thruway_rpc::xdr::{Decoder, Encoder};
 use thruway_vfs::SetXattr;
 

@@ -1,22 +1,22 @@
-//! Sessions (RFC 8881, section 2.10): slots, in each of which one request is done once.
+//! Sessions (RFC 8881, section 2.10). Each request of a slot is executed once.
 
-use super::callback::Back;
-use super::status::Status;
+use super::callback::Callback;
+use crate::status::Status;
 use std::sync::atomic::{AtomicIsize, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard};
 
-/// Slots of a session: as many requests at a time, far below the receives of a connection.
+/// Maximum number of slots of a session; far below the receives of a connection.
 pub(crate) const SLOTS_MAX: u32 = 64;
-/// Most operations of a compound.
+/// Maximum number of operations of a compound.
 pub(crate) const OPERATIONS_MAX: u32 = 64;
-/// Longest reply that is kept, in bytes, behind the header of RPC.
+/// Maximum length of a kept reply in bytes, without the header of RPC.
 pub(crate) const CACHED_MAX: u32 = 4 << 10;
 
-/// When a client was last heard of, and what it is to be told by the next reply.
+/// Time of the last request of a client, and flags for its next reply.
 #[derive(Debug, Default)]
 pub(crate) struct Lease {
     renewed: AtomicU64,
-    /// Delegations that have been taken from it, of which it has not said that it knows.
+    /// Number of revoked delegations that it has not freed yet.
     revoked: AtomicIsize,
 }
 
@@ -33,7 +33,7 @@ impl Lease {
         self.renewed.load(Ordering::Relaxed)
     }
 
-    /// So many more delegations have been taken from it.
+    /// Adds to the number of revoked delegations.
     pub(crate) fn revoked(&self, more: isize) {
         self.revoked.fetch_add(more, Ordering::Relaxed);
     }
@@ -50,7 +50,7 @@ pub(crate) struct ChannelLimits {
     pub request: u32,
     /// Bytes of a reply.
     pub response: u32,
-    /// Bytes of a reply that is kept.
+    /// Bytes of a kept reply.
     pub cached: u32,
     /// Operations of a compound.
     pub operations: u32,
@@ -59,7 +59,7 @@ pub(crate) struct ChannelLimits {
 }
 
 impl ChannelLimits {
-    /// Most bytes of all kept replies together.
+    /// Maximum number of bytes of all kept replies together.
     pub(crate) fn kept(&self) -> u64 {
         u64::from(self.requests) * u64::from(self.cached)
     }
@@ -71,53 +71,53 @@ pub(crate) struct Session {
     pub client: u64,
     pub lease: std::sync::Arc<Lease>,
     pub limits: ChannelLimits,
-    /// The minor version that it was made by.
+    /// Minor version.
     pub minor: u32,
-    /// The way back to the client, if that is to be called.
-    pub back: Option<Back>,
+    /// Calls to the client, if it accepts them.
+    pub callback: Option<Box<dyn Callback>>,
     slots: Box<[Mutex<Slot>]>,
 }
 
 #[derive(Debug, Default)]
 struct Slot {
-    /// Of the last request.
+    /// Sequence number of the last request.
     sequence: u32,
-    /// It is being done.
+    /// The request is in progress.
     is_busy: bool,
-    /// Its digest and its reply, if that was to be kept.
+    /// Digest of the request, and its reply, if the client asked to keep that.
     reply: Option<(u64, Box<[u8]>)>,
 }
 
-/// What is to be done with a request.
+/// How to handle a request.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Turn {
-    /// It is done, and [`Session::end`] is to be called with its reply.
+    /// Execute it, and call [`Session::end`] with its reply.
     New,
-    /// This is its reply.
+    /// It is a repetition; this is its reply.
     Again(Box<[u8]>),
 }
 
 impl Session {
     pub(crate) fn new(id: [u8; 16], client: u64, lease: std::sync::Arc<Lease>, limits: ChannelLimits) -> Session {
         let slots = (0..limits.requests).map(|_| Mutex::default()).collect();
-        Session { id, client, lease, limits, minor: 1, back: None, slots }
+        Session { id, client, lease, limits, minor: 1, callback: None, slots }
     }
 
-    /// With a way back to the client.
-    pub(crate) fn with_back(self, minor: u32, back: Option<Back>) -> Session {
-        Session { minor, back, ..self }
+    /// Sets the minor version, and the calls to the client.
+    pub(crate) fn with_callback(self, minor: u32, callback: Option<Box<dyn Callback>>) -> Session {
+        Session { minor, callback, ..self }
     }
 
-    /// Whether the client can be called.
+    /// True if the client can be called.
     pub(crate) fn can_call(&self) -> bool {
-        self.back.as_ref().is_some_and(Back::is_open)
+        self.callback.as_ref().is_some_and(|callback| callback.is_open())
     }
 
     fn slot(&self, slot: u32) -> Option<MutexGuard<'_, Slot>> {
         Some(self.slots.get(slot as usize)?.lock().expect("no panics under the lock"))
     }
 
-    /// Begins a request. Requests with the same number are the same if their digests are.
+    /// Begins a request. Two requests of the same number are equal if their digests are.
     pub(crate) fn begin(&self, slot: u32, sequence: u32, digest: u64) -> Result<Turn, Status> {
         let mut slot = self.slot(slot).ok_or(Status::BADSLOT)?;
         if sequence == slot.sequence.wrapping_add(1) {
@@ -140,14 +140,14 @@ impl Session {
         }
     }
 
-    /// Ends a request; its reply is kept if there is one.
+    /// Ends a request. The session keeps the reply, if there is one.
     pub(crate) fn end(&self, slot: u32, digest: u64, reply: Option<Box<[u8]>>) {
         let Some(mut slot) = self.slot(slot) else { return };
         slot.is_busy = false;
         slot.reply = reply.map(|reply| (digest, reply));
     }
 
-    /// Ends a request that has changed nothing and has no reply, as if it had not come: its client may send it again.
+    /// Ends a request that has changed nothing and has no reply. Its client may send it again.
     pub(crate) fn cancel(&self, slot: u32) {
         let Some(mut slot) = self.slot(slot) else { return };
         slot.is_busy = false;

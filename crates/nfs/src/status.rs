@@ -1,6 +1,5 @@
 //! Statuses of version 4 (RFC 8881, section 15.1; RFC 7862, section 11; RFC 8276, section 8.5).
 
-use crate::share::HandleError;
 use rustix::io::Errno;
 use thruway_rpc::xdr::DecodeError;
 
@@ -122,18 +121,6 @@ impl From<Errno> for Status {
                 return Status::SERVERFAULT;
             }
         })
-    }
-}
-
-impl From<HandleError> for Status {
-    fn from(error: HandleError) -> Status {
-        match error {
-            HandleError::Malformed => Status::BADHANDLE,
-            HandleError::Stale => Status::STALE,
-            HandleError::UnknownCaller => Status::DELAY,
-            HandleError::NotAllowed => Status::ACCESS,
-            HandleError::WrongSecurity => Status::WRONGSEC,
-        }
     }
 }
 
