@@ -6,9 +6,9 @@
 use crate::backend::{Backend, Geometry, Mode};
 use crate::fence::Fence;
 use crate::identity::{self, Identity};
-use crate::layer::{self, LayerSpec};
+use crate::layer::{self, LayerSpec, LayerSyntaxError};
 use crate::served::Served;
-use std::path::{Path, PathBuf};
+use crate::source::Source;
 use std::sync::Arc;
 use thruway_engine::units::{Invalid, parse_size};
 
@@ -63,33 +63,6 @@ pub struct Spec {
     pub allow: Vec<String>,
     /// From the lowest to the highest.
     pub layers: Vec<LayerSpec>,
-}
-
-/// Where an export's data is.
-#[derive(Debug, Clone, PartialEq)]
-pub enum Source {
-    /// A file or a block device.
-    Path(PathBuf),
-    /// Memory, in bytes.
-    Memory(u64),
-    /// Several, chunk by chunk.
-    Stripe {
-        /// Bytes.
-        chunk: u64,
-        /// Two or more.
-        members: Vec<Source>,
-    },
-}
-
-impl Source {
-    /// Paths of the files and devices that hold the data; none for memory.
-    pub fn paths(&self) -> Vec<&Path> {
-        match self {
-            Source::Path(path) => vec![path],
-            Source::Memory(_) => Vec::new(),
-            Source::Stripe { members, .. } => members.iter().flat_map(Source::paths).collect(),
-        }
-    }
 }
 
 /// An option of a disk: how it is written, and what it means. Command line, configuration file, help and book are generated from
@@ -243,9 +216,9 @@ pub enum SpecError {
     /// There is no such option or layer.
     #[error("unknown option '{0}' of a disk (expected {options} or a layer: {layers})", options = options(), layers = layer::syntax())]
     UnknownOption(String),
-    /// Options that mean nothing together.
-    #[error("{0} has no effect without {1}")]
-    Without(&'static str, &'static str),
+    /// An invalid value of a layer.
+    #[error(transparent)]
+    Layer(#[from] LayerSyntaxError),
 }
 
 /// The default chunk size.
@@ -281,7 +254,7 @@ impl Spec {
         }
         Ok(Spec {
             name: name.into(),
-            source: parse_source(source)?,
+            source: Source::parse(source)?,
             read_only: false,
             mode: None,
             chunk: None,
@@ -379,31 +352,6 @@ impl Export {
 fn is_same(allowed: &str, name: &str) -> bool {
     let folds = ["iqn.", "eui.", "naa."].iter().any(|kind| allowed.starts_with(kind));
     allowed == name || (folds && allowed.eq_ignore_ascii_case(name))
-}
-
-fn parse_source(text: &str) -> Result<Source, SpecError> {
-    if let Some(size) = text.strip_prefix("mem:") {
-        return Ok(Source::Memory(parse_size(size)?));
-    }
-    if let Some(rest) = text.strip_prefix("stripe:") {
-        let mut words = rest.split(':').peekable();
-        let chunk = parse_size(words.next().unwrap_or(""))?;
-        let mut members = Vec::new();
-        while let Some(word) = words.next() {
-            members.push(match word {
-                "mem" => parse_source(&format!("mem:{}", words.next().unwrap_or("")))?,
-                path => parse_source(path)?,
-            });
-        }
-        if members.len() < 2 {
-            return Err(Invalid::new("stripe", text, "stripe:CHUNK:PATH:PATH[:PATH...]").into());
-        }
-        return Ok(Source::Stripe { chunk, members });
-    }
-    match text {
-        "" => Err(Invalid::new("disk", text, "a path, mem:SIZE or stripe:CHUNK:PATH:PATH...").into()),
-        path => Ok(Source::Path(path.into())),
-    }
 }
 
 fn parse_mode(text: &str) -> Result<Mode, Invalid> {

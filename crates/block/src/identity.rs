@@ -12,7 +12,7 @@
 //!
 //! An export's `uuid=` stands above all of them.
 
-use crate::export::Source;
+use crate::source::Source;
 use rustix::fs::{AtFlags, FileType, StatxFlags, XattrFlags};
 use std::fs::File;
 use std::io;

@@ -51,6 +51,7 @@ pub mod scsi;
 mod seeds;
 mod sequence;
 mod served;
+pub mod source;
 
 pub use backend::{Backend, Geometry};
 pub use export::Export;

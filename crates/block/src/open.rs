@@ -2,11 +2,12 @@
 
 use crate::backend::{Backend, FileBackend, FileKey, MemoryBackend, Mode};
 use crate::cache::persist::{CacheFile, CacheFileError, Leftover};
-use crate::export::{CHUNK, CHUNK_MAX, CHUNK_MIN, Export, Source, Spec};
+use crate::export::{CHUNK, CHUNK_MAX, CHUNK_MIN, Export, Spec};
 use crate::fence::Fence;
 use crate::identity::{self, Identity};
-use crate::layer::{Opening, Role, Stripe};
+use crate::layer::{LayerError, Opening, Role, Stripe};
 use crate::served::Served;
+use crate::source::Source;
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::io;
@@ -18,7 +19,7 @@ use thruway_engine::Reactors;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum OpenError {
-    /// Its storage, or a file of a layer.
+    /// Its storage.
     #[error("{}: {source}", path.display())]
     File {
         /// The file or device.
@@ -37,20 +38,9 @@ pub enum OpenError {
     /// Its members do not fit together.
     #[error("stripe: {0}")]
     Stripe(io::Error),
-    /// There is no place for a file of changes.
-    #[error("overlay in {}: {source}", directory.display())]
-    Overlay {
-        /// Where the file was to be.
-        directory: PathBuf,
-        /// The reason.
-        source: io::Error,
-    },
-    /// The cache cannot be made.
-    #[error("cache: {0}")]
-    Cache(io::Error),
-    /// No room for a cache that outlives the daemon.
-    #[error("cache: {0} in /dev/shm; make it smaller, or :volatile, to be lost if the daemon is killed")]
-    CacheRoom(io::Error),
+    /// A layer.
+    #[error(transparent)]
+    Layer(#[from] LayerError),
     /// Memory is not read or written in any mode.
     #[error("mode= has no effect on a disk in memory; leave it out")]
     ModeOfMemory,
@@ -89,7 +79,7 @@ impl Spec {
             backend = layer.config.put_on(backend, &mut opening)?;
         }
         let read_only = self.read_only || backend.geometry().read_only;
-        let description = describe(&self.source);
+        let description = self.source.describe();
         // What lies under an overlay is another disk than what is seen of it, and each overlay is one of its own.
         let found = || if overlaid { thruway_engine::random::random() } else { own };
         let identity = self.uuid.unwrap_or_else(found);
@@ -97,8 +87,8 @@ impl Spec {
             name: self.name.clone(),
             description,
             identity,
-            is_lasting: outlives_us(&self.source) && !overlaid,
-            kind: kind(&self.source),
+            is_lasting: self.source.is_lasting() && !overlaid,
+            kind: self.source.kind(),
             backend: Arc::new(Served::new(backend)),
             read_only,
             chunk,
@@ -126,26 +116,19 @@ impl Spec {
         let read_only = self.read_only || self.roles().any(|role| role.hides_changes);
         let mut mistakes = Vec::new();
         check_source(&self.source, read_only, files, &mut mistakes);
-        mistakes.extend(self.layers.iter().filter_map(|layer| layer.config.check(nodes).err()));
+        mistakes.extend(self.layers.iter().filter_map(|layer| layer.config.check(nodes).err().map(OpenError::Layer)));
         mistakes.extend(self.check_caches(read_only).err());
         mistakes.extend(self.check_mode().err());
         mistakes
     }
 
     fn check_mode(&self) -> Result<(), OpenError> {
-        fn is_memory(source: &Source) -> bool {
-            match source {
-                Source::Path(_) => false,
-                Source::Memory(_) => true,
-                Source::Stripe { members, .. } => members.iter().all(is_memory),
-            }
-        }
-        if self.mode.is_some() && is_memory(&self.source) { Err(OpenError::ModeOfMemory) } else { Ok(()) }
+        if self.mode.is_some() && self.source.paths().is_empty() { Err(OpenError::ModeOfMemory) } else { Ok(()) }
     }
 
     /// Two caches cannot both be kept in a file: how many are to be.
     fn check_caches(&self, read_only: bool) -> Result<usize, OpenError> {
-        if !outlives_us(&self.source) || read_only {
+        if !self.source.is_lasting() || read_only {
             return Ok(0);
         }
         let count = self.roles().filter(|role| role.is_lasting).count();
@@ -168,7 +151,7 @@ impl Spec {
         read_only: bool,
         reactors: Option<&Reactors>,
     ) -> Result<Option<CacheFile>, OpenError> {
-        if !outlives_us(&self.source) {
+        if !self.source.is_lasting() {
             return Ok(None);
         }
         let count = self.check_caches(read_only)?;
@@ -206,37 +189,10 @@ fn replay(
     Ok(file)
 }
 
-/// Whether a disk is there when we are not.
-fn outlives_us(source: &Source) -> bool {
-    match source {
-        Source::Path(_) => true,
-        Source::Memory(_) => false,
-        Source::Stripe { members, .. } => members.iter().all(outlives_us),
-    }
-}
-
 /// Pieces that lie on one member of the storage each, so that members deliver them independently.
 fn hinted(preferred: u32) -> u32 {
     let is_one = (CHUNK_MIN..=CHUNK_MAX).contains(&u64::from(preferred)) && preferred.is_power_of_two();
     if is_one { preferred } else { CHUNK }
-}
-
-/// What clients are told: not where it is.
-fn kind(source: &Source) -> &'static str {
-    match source {
-        Source::Path(path) if path.starts_with("/dev") => "a device",
-        Source::Path(_) => "a file",
-        Source::Memory(_) => "memory",
-        Source::Stripe { .. } => "a stripe",
-    }
-}
-
-fn describe(source: &Source) -> String {
-    match source {
-        Source::Path(path) => path.display().to_string(),
-        Source::Memory(size) => format!("{size} bytes of memory"),
-        Source::Stripe { members, .. } => format!("a stripe over {} members", members.len()),
-    }
 }
 
 /// The files of disks by what tells them from others: the first name of each, and whether it is only read.

@@ -2,9 +2,7 @@
 
 use super::{Cache, Config};
 use crate::backend::Backend;
-use crate::export::SpecError;
-use crate::layer::{LayerConfig, LayerKind, Opening, Role};
-use crate::open::OpenError;
+use crate::layer::kind::{LayerConfig, LayerError, LayerKind, LayerSyntaxError, Opening, Role};
 use std::io;
 use std::sync::Arc;
 use thruway_engine::Reactors;
@@ -18,7 +16,17 @@ pub(crate) const KIND: LayerKind = LayerKind {
     parse: |value| Ok(Arc::new(parse(value)?)),
 };
 
-fn parse(text: &str) -> Result<Config, SpecError> {
+/// A cache that cannot be made.
+#[derive(Debug, thiserror::Error)]
+enum CacheError {
+    #[error("cache: {0}")]
+    Other(io::Error),
+    /// There is no room for a cache that outlives the daemon.
+    #[error("cache: {0} in /dev/shm; make it smaller, or :volatile, to be lost if the daemon is killed")]
+    NoRoom(io::Error),
+}
+
+fn parse(text: &str) -> Result<Config, LayerSyntaxError> {
     let mut words = text.split(':');
     let mut config = Config::new(parse_size(words.next().unwrap_or(""))?);
     for word in words {
@@ -32,25 +40,25 @@ fn parse(text: &str) -> Result<Config, SpecError> {
         }
     }
     if config.volatile && !config.write_back {
-        return Err(SpecError::Without(":volatile", ":writeback"));
+        return Err(LayerSyntaxError::Without(":volatile", ":writeback"));
     }
     Ok(config)
 }
 
 impl LayerConfig for Config {
-    fn put_on(&self, below: Arc<dyn Backend>, opening: &mut Opening<'_>) -> Result<Arc<dyn Backend>, OpenError> {
+    fn put_on(&self, below: Arc<dyn Backend>, opening: &mut Opening<'_>) -> Result<Arc<dyn Backend>, LayerError> {
         let nodes = opening.reactors.map_or(vec![0], Reactors::nodes);
         let file = if self.role().is_lasting { opening.cache_file.take() } else { None };
         let no_room = |e: io::Error| match e.raw_os_error() {
-            Some(libc::ENOSPC | libc::ENOMEM) => OpenError::CacheRoom(e),
-            _ => OpenError::Cache(e),
+            Some(libc::ENOSPC | libc::ENOMEM) => LayerError::new(CacheError::NoRoom(e)),
+            _ => LayerError::new(CacheError::Other(e)),
         };
         let reactors = opening.reactors.map(Reactors::load_balancer);
         Ok(Arc::new(Cache::in_file(below, self.clone(), &nodes, reactors, file).map_err(no_room)?))
     }
 
-    fn check(&self, nodes: usize) -> Result<(), OpenError> {
-        Config::check(self, nodes).map_err(OpenError::Cache)
+    fn check(&self, nodes: usize) -> Result<(), LayerError> {
+        Config::check(self, nodes).map_err(|e| LayerError::new(CacheError::Other(e)))
     }
 
     fn role(&self) -> Role {

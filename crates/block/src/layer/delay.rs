@@ -1,8 +1,8 @@
 //! Makes a disk slow to answer, to see what its users make of it.
 
-use super::{Layer, LayerConfig, LayerKind, Opening};
+use super::forward::Layer;
+use super::kind::{LayerConfig, LayerError, LayerKind, Opening};
 use crate::backend::{Backend, Op, Zero};
-use crate::open::OpenError;
 use std::sync::Arc;
 use std::time::Duration;
 use thruway_engine::Segment;
@@ -25,7 +25,7 @@ struct Config {
 }
 
 impl LayerConfig for Config {
-    fn put_on(&self, below: Arc<dyn Backend>, _: &mut Opening<'_>) -> Result<Arc<dyn Backend>, OpenError> {
+    fn put_on(&self, below: Arc<dyn Backend>, _: &mut Opening<'_>) -> Result<Arc<dyn Backend>, LayerError> {
         Ok(Arc::new(Delay::new(below, self.read, self.write)))
     }
 }

@@ -1,8 +1,8 @@
 //! Makes a share of operations fail, to see what the disk's users make of it.
 
-use super::{Layer, LayerConfig, LayerKind, Opening};
+use super::forward::Layer;
+use super::kind::{LayerConfig, LayerError, LayerKind, Opening};
 use crate::backend::{Backend, Op, Zero};
-use crate::open::OpenError;
 use std::io;
 use std::sync::{Arc, Mutex};
 use thruway_engine::Segment;
@@ -37,7 +37,7 @@ fn parse(text: &str) -> Result<Config, Invalid> {
 }
 
 impl LayerConfig for Config {
-    fn put_on(&self, below: Arc<dyn Backend>, _: &mut Opening<'_>) -> Result<Arc<dyn Backend>, OpenError> {
+    fn put_on(&self, below: Arc<dyn Backend>, _: &mut Opening<'_>) -> Result<Arc<dyn Backend>, LayerError> {
         Ok(Arc::new(Fault::new(below, self.kind, self.probability, 1)))
     }
 }

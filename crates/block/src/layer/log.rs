@@ -1,8 +1,8 @@
 //! Writes a line for every operation.
 
-use super::{Layer, LayerConfig, LayerFile, LayerKind, Opening};
+use super::forward::Layer;
+use super::kind::{LayerConfig, LayerError, LayerFile, LayerKind, Opening};
 use crate::backend::{Backend, Op, Zero};
-use crate::open::OpenError;
 use std::fs::File;
 use std::io::{self, LineWriter, Write};
 use std::os::unix::fs::OpenOptionsExt;
@@ -22,17 +22,25 @@ pub(super) const KIND: LayerKind = LayerKind {
     },
 };
 
-/// Where lines go.
+/// A file that cannot be written to.
+#[derive(Debug, thiserror::Error)]
+#[error("{}: {source}", path.display())]
+struct NoFile {
+    path: PathBuf,
+    source: io::Error,
+}
+
+/// File for the lines.
 #[derive(Debug)]
 struct Config(PathBuf);
 
 impl LayerConfig for Config {
-    fn put_on(&self, below: Arc<dyn Backend>, _: &mut Opening<'_>) -> Result<Arc<dyn Backend>, OpenError> {
-        let failed = |source| OpenError::File { path: self.0.clone(), source };
+    fn put_on(&self, below: Arc<dyn Backend>, _: &mut Opening<'_>) -> Result<Arc<dyn Backend>, LayerError> {
+        let failed = |source| LayerError::new(NoFile { path: self.0.clone(), source });
         Ok(Arc::new(Log::new(below, &self.0).map_err(failed)?))
     }
 
-    fn check(&self, _: usize) -> Result<(), OpenError> {
+    fn check(&self, _: usize) -> Result<(), LayerError> {
         use rustix::fs::{Access, AtFlags, CWD, accessat};
         let directory = self.0.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
         let may = match File::options().append(true).custom_flags(libc::O_NONBLOCK).open(&self.0) {
@@ -41,7 +49,7 @@ impl LayerConfig for Config {
             }
             opened => opened.map(drop),
         };
-        may.map_err(|source| OpenError::File { path: self.0.clone(), source })
+        may.map_err(|source| LayerError::new(NoFile { path: self.0.clone(), source }))
     }
 
     fn files(&self) -> Option<LayerFile> {

@@ -6,6 +6,8 @@
 
 mod delay;
 mod fault;
+mod forward;
+pub(crate) mod kind;
 mod log;
 mod overlay;
 mod rate;
@@ -13,148 +15,19 @@ mod stripe;
 
 pub use delay::Delay;
 pub use fault::{Fault, Kind};
+pub use forward::Layer;
+pub use kind::{LayerConfig, LayerError, LayerFile, LayerKind, LayerSyntaxError, Opening, Role};
 pub use log::Log;
 pub use overlay::Overlay;
 pub use rate::Rate;
 pub use stripe::Stripe;
 
-use crate::backend::{Backend, Extent, Geometry, Lent, Op, Zero};
 use crate::cache;
-use crate::cache::persist::CacheFile;
-use crate::export::SpecError;
-use crate::open::OpenError;
 use std::fmt;
-use std::path::PathBuf;
 use std::sync::Arc;
-use thruway_engine::{Reactors, Segment};
 
 /// All kinds of layers, in the order of the documentation.
 pub const KINDS: &[LayerKind] = &[cache::layer::KIND, overlay::KIND, rate::KIND, delay::KIND, fault::KIND, log::KIND];
-
-macro_rules! forwarded {
-    ($(fn $name:ident(&self $(, $arg:ident: $ty:ty)*) -> $ret:ty;)*) => {
-        /// A disk that stands on another one. What it does not define, the disk below does. Only [`Layer::lend`] and
-        /// [`Layer::prefetch`] are not forwarded: they read, and would pass by what a layer does to reads.
-        pub trait Layer: Send + Sync {
-            /// The disk below.
-            fn inner(&self) -> &dyn Backend;
-
-            $(
-                #[doc = concat!("[`Backend::", stringify!($name), "`]; unless defined, that of the disk below.")]
-                fn $name(&self $(, $arg: $ty)*) -> $ret {
-                    self.inner().$name($($arg),*)
-                }
-            )*
-
-            /// [`Backend::lend`]; unless defined, nothing is lent.
-            fn lend(&self, _at: u64, _len: usize) -> Option<Lent> {
-                None
-            }
-
-            /// [`Backend::prefetch`]; unless defined, nothing is fetched.
-            fn prefetch(&self, _at: u64, _len: u64) -> Op<'_, ()> {
-                Box::pin(std::future::ready(Ok(())))
-            }
-        }
-
-        impl<L: Layer> Backend for L {
-            $(
-                fn $name(&self $(, $arg: $ty)*) -> $ret {
-                    Layer::$name(self $(, $arg)*)
-                }
-            )*
-
-            fn lend(&self, at: u64, len: usize) -> Option<Lent> {
-                Layer::lend(self, at, len)
-            }
-
-            fn prefetch(&self, at: u64, len: u64) -> Op<'_, ()> {
-                Layer::prefetch(self, at, len)
-            }
-        }
-    };
-}
-
-forwarded! {
-    fn geometry(&self) -> Geometry;
-    fn read(&self, at: u64, segment: Segment) -> Op<'_, Segment>;
-    fn write(&self, at: u64, segment: Segment, durable: bool) -> Op<'_, ()>;
-    fn flush(&self) -> Op<'_, ()>;
-    fn zero(&self, at: u64, len: u64, how: Zero) -> Op<'_, ()>;
-    fn discard(&self, at: u64, len: u64) -> Op<'_, ()>;
-    fn extents(&self, at: u64, len: u64, most: usize) -> Op<'_, Vec<Extent>>;
-    fn hint_sequential(&self, at: u64, len: u64) -> ();
-    fn summary(&self) -> Option<String>;
-}
-
-/// A kind of layer: how it is written, and what it is good for.
-pub struct LayerKind {
-    /// What stands before the `=`.
-    pub name: &'static str,
-    /// `NAME=VALUE` with its parts, as users are shown it.
-    pub syntax: &'static str,
-    /// What it does, in a sentence.
-    pub about: &'static str,
-    /// Reads the value.
-    pub parse: fn(&str) -> Result<Arc<dyn LayerConfig>, SpecError>,
-}
-
-/// What the text of a layer says, before anything is opened.
-pub trait LayerConfig: fmt::Debug + Send + Sync {
-    /// Puts the layer on a disk.
-    ///
-    /// # Errors
-    /// [`OpenError`].
-    fn put_on(&self, below: Arc<dyn Backend>, opening: &mut Opening<'_>) -> Result<Arc<dyn Backend>, OpenError>;
-
-    /// Whether it could be put on a disk that reactors on so many memory nodes serve; makes nothing that stays.
-    ///
-    /// # Errors
-    /// [`OpenError`].
-    fn check(&self, _nodes: usize) -> Result<(), OpenError> {
-        Ok(())
-    }
-
-    /// What the layer means for the disk as a whole.
-    fn role(&self) -> Role {
-        Role::default()
-    }
-
-    /// What it writes to beside the disk.
-    fn files(&self) -> Option<LayerFile> {
-        None
-    }
-}
-
-/// What is there when layers are put on a disk.
-pub struct Opening<'a> {
-    /// Where the disk is served; a cache is spread over their nodes.
-    pub reactors: Option<&'a Reactors>,
-    /// The file for a cache that outlives the daemon.
-    pub(crate) cache_file: Option<CacheFile>,
-}
-
-/// What a layer means for the disk as a whole.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Role {
-    /// Keeps changes from the disk below, which is another one then.
-    pub hides_changes: bool,
-    /// Keeps data in memory.
-    pub caches: bool,
-    /// Acknowledges writes before the disk below has them.
-    pub writes_back: bool,
-    /// What it has acknowledged outlives the daemon.
-    pub is_lasting: bool,
-}
-
-/// What a layer writes to.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum LayerFile {
-    /// New files in this directory.
-    Directory(PathBuf),
-    /// The end of this file.
-    Append(PathBuf),
-}
 
 /// A layer of an export.
 #[derive(Clone)]
@@ -171,8 +44,8 @@ impl LayerSpec {
     /// Reads a layer; `None` if there is none of this name.
     ///
     /// # Errors
-    /// [`SpecError`], if its value cannot be used.
-    pub fn parse(name: &str, value: &str) -> Result<Option<LayerSpec>, SpecError> {
+    /// [`LayerSyntaxError`] for an invalid value.
+    pub fn parse(name: &str, value: &str) -> Result<Option<LayerSpec>, LayerSyntaxError> {
         let Some(kind) = KINDS.iter().find(|kind| kind.name == name) else { return Ok(None) };
         Ok(Some(LayerSpec { kind, value: value.into(), config: (kind.parse)(value)? }))
     }
@@ -198,7 +71,7 @@ pub fn syntax() -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::backend::MemoryBackend;
+    use crate::backend::{Backend, MemoryBackend, Op};
     use futures_util::FutureExt;
     use std::sync::atomic::{AtomicU32, Ordering};
 

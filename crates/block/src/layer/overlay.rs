@@ -1,8 +1,8 @@
 //! Copy on write: changes go to an overlay, the disk below stays as it is.
 
-use super::{Layer, LayerConfig, LayerFile, LayerKind, Opening, Role};
+use super::forward::Layer;
+use super::kind::{LayerConfig, LayerError, LayerFile, LayerKind, Opening, Role};
 use crate::backend::{Backend, EXTENTS_MAX, Extent, FileBackend, Geometry, Op, Zero, append, merge};
-use crate::open::OpenError;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -23,19 +23,28 @@ pub(super) const KIND: LayerKind = LayerKind {
     },
 };
 
-/// Where the file of changes is.
+/// A file of changes that cannot be created.
+#[derive(Debug, thiserror::Error)]
+#[error("overlay in {}: {source}", directory.display())]
+struct NoChanges {
+    directory: PathBuf,
+    source: io::Error,
+}
+
+/// Directory of the file of changes.
 #[derive(Debug)]
 struct Config(PathBuf);
 
 impl LayerConfig for Config {
-    fn put_on(&self, below: Arc<dyn Backend>, _: &mut Opening<'_>) -> Result<Arc<dyn Backend>, OpenError> {
-        let fail = |source| OpenError::Overlay { directory: self.0.clone(), source };
+    fn put_on(&self, below: Arc<dyn Backend>, _: &mut Opening<'_>) -> Result<Arc<dyn Backend>, LayerError> {
+        let fail = |source| LayerError::new(NoChanges { directory: self.0.clone(), source });
         let changes = temporary(&self.0, below.geometry().size).map_err(fail)?;
         Ok(Arc::new(Overlay::new(below, changes).map_err(fail)?))
     }
 
-    fn check(&self, _: usize) -> Result<(), OpenError> {
-        temporary(&self.0, 0).map(drop).map_err(|source| OpenError::Overlay { directory: self.0.clone(), source })
+    fn check(&self, _: usize) -> Result<(), LayerError> {
+        let fail = |source| LayerError::new(NoChanges { directory: self.0.clone(), source });
+        temporary(&self.0, 0).map(drop).map_err(fail)
     }
 
     fn role(&self) -> Role {

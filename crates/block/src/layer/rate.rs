@@ -1,8 +1,8 @@
 //! Limits how much a disk moves per second, both directions together.
 
-use super::{Layer, LayerConfig, LayerKind, Opening};
+use super::forward::Layer;
+use super::kind::{LayerConfig, LayerError, LayerKind, Opening};
 use crate::backend::{Backend, Op};
-use crate::open::OpenError;
 use std::sync::{Arc, Mutex};
 use thruway_engine::Segment;
 use thruway_engine::rate_limit::RateLimit;
@@ -21,7 +21,7 @@ pub(super) const KIND: LayerKind = LayerKind {
 struct Config(u64);
 
 impl LayerConfig for Config {
-    fn put_on(&self, below: Arc<dyn Backend>, _: &mut Opening<'_>) -> Result<Arc<dyn Backend>, OpenError> {
+    fn put_on(&self, below: Arc<dyn Backend>, _: &mut Opening<'_>) -> Result<Arc<dyn Backend>, LayerError> {
         Ok(Arc::new(Rate::new(below, self.0)))
     }
 }

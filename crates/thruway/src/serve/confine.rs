@@ -10,8 +10,9 @@ use landlock::{
     path_beneath_rules,
 };
 use std::path::{Path, PathBuf};
-use thruway_block::export::{Source, Spec};
+use thruway_block::export::Spec;
 use thruway_block::layer::LayerFile;
+use thruway_block::source::Source;
 use thruway_server::Address;
 
 /// Truncation is among the rights from here on. Older kernels go without.
