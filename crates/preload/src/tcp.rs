@@ -44,6 +44,9 @@ const ESTABLISHED: u8 = 1;
 /// Pieces that one system call takes of a list.
 const PIECES: usize = 16;
 
+/// Which of its limits the kernel does not adapt (include/uapi/asm-generic/socket.h).
+const SO_BUF_LOCK: c_int = 72;
+
 /// Whether the next byte is urgent (include/uapi/asm-generic/sockios.h).
 pub(crate) const SIOCATMARK: u32 = 0x8905;
 
@@ -92,6 +95,11 @@ impl Connection {
     }
 
     /// Sets an option, if the kernel knows it.
+    fn integer(self, level: c_int, name: c_int) -> Option<c_int> {
+        let mut value: c_int = 0;
+        self.option(level, name, &mut value).is_ok().then_some(value)
+    }
+
     pub(crate) fn set(self, level: c_int, name: c_int, value: c_int) {
         let at = (&raw const value).cast::<c_void>();
         // SAFETY: `value` is readable for as long as the call takes.
@@ -339,20 +347,45 @@ impl Tcp for Connection {
         if sent < 0 { Err(io::Error::last_os_error()) } else { Ok(sent as usize) }
     }
 
+    fn raise_limit_of_unsent(&self) -> Option<u32> {
+        let integer = |name| self.integer(libc::SOL_SOCKET, name);
+        // Without this option (Linux before 5.16), the kernel would never adapt the limit again.
+        let (before, locks) = (integer(libc::SO_SNDBUF)?, integer(SO_BUF_LOCK)?);
+        self.set(libc::SOL_SOCKET, libc::SO_SNDBUF, c_int::MAX / 2);
+        let is_raised = integer(libc::SO_SNDBUF)? > before;
+        if !is_raised {
+            self.set(libc::SOL_SOCKET, libc::SO_SNDBUF, before / 2);
+        }
+        self.set(libc::SOL_SOCKET, SO_BUF_LOCK, locks);
+        is_raised.then_some(before.cast_unsigned())
+    }
+
+    fn limit_unsent(&self, limit: u32) {
+        let locks = self.integer(libc::SOL_SOCKET, SO_BUF_LOCK);
+        // The kernel doubles it.
+        self.set(libc::SOL_SOCKET, libc::SO_SNDBUF, (limit / 2).cast_signed());
+        if let Some(locks) = locks {
+            self.set(libc::SOL_SOCKET, SO_BUF_LOCK, locks);
+        }
+    }
+
     fn flush(&self) {
         // The kernel sends what it has when this is set, also what sendfile or MSG_MORE have had it hold back.
         self.set(libc::IPPROTO_TCP, libc::TCP_NODELAY, 1);
     }
 
-    fn doorbell(&self) {
-        count(&counters().doorbells, 1);
+    fn doorbell(&self) -> bool {
         let rung = rustix::net::send(slots::borrow(self.fd), &[0], SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
         // The kernel tells an error once. Then this is the end of the stream, as for every call after the first that has failed.
-        if let Err(error) = rung
-            && let Some(number) = self.number.or_else(|| slots::find(self.fd))
-        {
-            crate::data::keep_reset(slots::slot(number), error.raw_os_error());
+        match rung {
+            Ok(_) => count(&counters().doorbells, 1),
+            Err(error) => {
+                if let Some(number) = self.number.or_else(|| slots::find(self.fd)) {
+                    crate::data::keep_reset(slots::slot(number), error.raw_os_error());
+                }
+            }
         }
+        rung.is_ok()
     }
 
     fn is_at_end(&self) -> bool {

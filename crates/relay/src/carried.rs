@@ -337,7 +337,7 @@ mod tests {
         fn flush(&self) {
             unreachable!()
         }
-        fn doorbell(&self) {
+        fn doorbell(&self) -> bool {
             unreachable!()
         }
     }

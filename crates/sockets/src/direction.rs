@@ -80,11 +80,21 @@ pub trait Tcp {
     /// There must be `len` readable bytes.
     unsafe fn send(&self, from: *const u8, len: usize) -> io::Result<usize>;
 
+    /// Has the kernel keep as many unsent bytes as it permits. Its limit before, for [`Tcp::limit_unsent`]; `None` if that stays as it is.
+    fn raise_limit_of_unsent(&self) -> Option<u32> {
+        None
+    }
+
+    /// Sets the limit of unsent bytes that [`Tcp::raise_limit_of_unsent`] returned.
+    fn limit_unsent(&self, limit: u32) {
+        let _ = limit;
+    }
+
     /// Has bytes that the kernel holds back for more to come go now: none may come for long.
     fn flush(&self);
 
-    /// Sends one byte. That it cannot be sent is seen elsewhere: the connection is at its end, or has other bytes that wake the peer.
-    fn doorbell(&self);
+    /// Sends one byte. False if that fails: the connection is at its end, or is full of bytes that wake the peer.
+    fn doorbell(&self) -> bool;
 
     /// Whether the peer has ended its direction, for whatever reason: nothing comes any more that has not been sent.
     fn is_at_end(&self) -> bool {

@@ -95,6 +95,8 @@ pub struct Reader {
     comes_again: bool,
     /// Bytes of it that cannot come again.
     missing: usize,
+    /// The writer has been returned the unread stream, and sends it again in order.
+    is_returned: bool,
     /// Of the TCP connection, met when something else was wanted of it.
     error: i32,
 }
@@ -125,6 +127,7 @@ impl Reader {
             is_closed: false,
             comes_again: false,
             missing: 0,
+            is_returned: false,
             error: 0,
         }
     }
@@ -853,9 +856,9 @@ impl Reader {
         self.position
     }
 
-    /// The unread stream is on the TCP connection again.
+    /// The whole unread stream has been returned to the writer, which sends it again by TCP. It can be returned once only.
     pub(super) fn end_return(&mut self) {
-        self.missing = 0;
+        (self.missing, self.is_returned) = (0, true);
     }
 
     /// True if all later bytes on the TCP connection belong to the stream, and the ring carries none: within a host, after the ring was
@@ -965,6 +968,9 @@ impl Reader {
         }
         if self.missing > 0 {
             return Ok(self.missing);
+        }
+        if self.is_returned {
+            return Ok(0);
         }
         loop {
             let found = self.find(segment, tcp)?;

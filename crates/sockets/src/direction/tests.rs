@@ -107,13 +107,15 @@ impl Tcp for Fake {
 
     fn flush(&self) {}
 
-    fn doorbell(&self) {
+    fn doorbell(&self) -> bool {
         let mut state = self.state.lock().unwrap();
-        if state.bytes.len() < self.capacity {
+        let has_room = state.bytes.len() < self.capacity;
+        if has_room {
             state.bytes.push_back(0xdb);
             state.written += 1;
         }
         self.changed.notify_all();
+        has_room
     }
 }
 
@@ -276,6 +278,9 @@ fn bytes_come_once_and_in_order_whichever_way_they_go() {
                             assert!(n == 0 || !writer.awaits_return(), "{why}: nothing is sent meanwhile");
                             sent += n as u64;
                         }
+                        // A second return would take bytes that the writer has sent again and sends no more.
+                        let left = reader.close_ring(&other, &tcp, || false).unwrap();
+                        assert_eq!(left, 0, "{why}: it has been returned");
                     }
                     closed += 1;
                     while !writer.send_again(&segment, &tcp).unwrap() {
@@ -418,8 +423,8 @@ impl Tcp for Interrupted<'_> {
 
     fn flush(&self) {}
 
-    fn doorbell(&self) {
-        self.tcp.doorbell();
+    fn doorbell(&self) -> bool {
+        self.tcp.doorbell()
     }
 }
 
@@ -817,6 +822,27 @@ fn closing_a_ring_does_not_wait_for_a_doorbell_behind_bytes() {
     }
 }
 
+#[test]
+fn a_doorbell_for_which_tcp_has_no_room_is_not_counted() {
+    let (segment, fd) = Segment::create(RING).unwrap();
+    let other = Segment::adopt(&fd).unwrap();
+    let tcp = Fake::new(1);
+    let (mut writer, mut reader) = (Writer::new(End::Maker), Reader::new(End::Taker, 0));
+    reader.set_ready(&other, &tcp);
+    assert!(reader.arm(&other, WakeBy::Doorbell).unwrap());
+    for (sent, bells) in [(0, 1), (10, 1)] {
+        // The second finds the first.
+        assert_eq!(send(&mut writer, &segment, &tcp, sent, 10, true), 10);
+        reader.ask(&other);
+        writer.answer(&segment, &tcp);
+        let control = segment.control(0);
+        let counts = [&control.ringing, &control.rung].map(|count| count.load(Ordering::SeqCst));
+        assert_eq!((counts, tcp.available().unwrap()), ([bells; 2], 1));
+    }
+    // SAFETY: nothing uses them any more.
+    unsafe { (segment.unmap(), other.unmap()) };
+}
+
 /// An urgent byte that nobody has read, which reading steps over, holds up no return.
 #[test]
 fn bytes_before_and_behind_an_urgent_one_are_returned() {
@@ -901,7 +927,9 @@ impl Tcp for Endless<'_> {
 
     fn flush(&self) {}
 
-    fn doorbell(&self) {}
+    fn doorbell(&self) -> bool {
+        true
+    }
 }
 
 /// Words that only a relay uses mean nothing within a host.
@@ -998,7 +1026,9 @@ impl Tcp for Bells {
 
     fn flush(&self) {}
 
-    fn doorbell(&self) {}
+    fn doorbell(&self) -> bool {
+        true
+    }
 }
 
 /// Whatever is written over the control words, by a peer that never tires: the ends may say anything, and end.

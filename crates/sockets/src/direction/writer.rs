@@ -61,6 +61,10 @@ struct Stop {
     resent: u64,
     /// No further bytes are returned, and all have been sent again.
     is_over: bool,
+    /// TCP has had no room for some of them.
+    has_filled_tcp: bool,
+    /// The kernel's limit of unsent bytes before it was raised for these.
+    limit: Option<u32>,
 }
 
 impl Writer {
@@ -312,7 +316,8 @@ impl Writer {
             return Ok(true);
         }
         if self.stop.is_none() {
-            self.stop = Some(Stop { written: tcp.written()?, resent: 0, is_over: false });
+            self.stop =
+                Some(Stop { written: tcp.written()?, resent: 0, has_filled_tcp: false, limit: None, is_over: false });
         }
         let Some(stop) = self.stop.as_mut().filter(|stop| !stop.is_over) else { return Ok(true) };
         let size = segment.ring_size();
@@ -324,6 +329,11 @@ impl Writer {
             let left = returned.checked_sub(stop.resent).filter(|left| *left <= size as u64).ok_or(Broken)?;
             if left == 0 {
                 stop.is_over = word & RETURNED_ALL != 0;
+                if stop.is_over
+                    && let Some(limit) = stop.limit.take()
+                {
+                    tcp.limit_unsent(limit);
+                }
                 return Ok(stop.is_over);
             }
             let room = size - (stop.resent - begin) as usize;
@@ -335,7 +345,13 @@ impl Writer {
             // SAFETY: inside the ring.
             match unsafe { tcp.send(segment.ring(self.direction).add(at), (left as usize).min(size - at).min(room)) } {
                 Ok(sent) => stop.resent += sent as u64,
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(false),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    // The reader has these bytes in its memory, and the ring may have no room for all of them.
+                    if std::mem::replace(&mut stop.has_filled_tcp, true) {
+                        return Ok(false);
+                    }
+                    stop.limit = tcp.raise_limit_of_unsent();
+                }
                 Err(error) => {
                     stop.is_over = true;
                     return Err(error);
@@ -372,8 +388,7 @@ impl Writer {
         } else if !self.is_tcp {
             control.ringing.fetch_add(1, Ordering::SeqCst);
             // A reader that closes the ring now waits for this one; after one that has closed it, the byte would be data.
-            if control.tail.load(Ordering::SeqCst) & CLOSED == 0 {
-                tcp.doorbell();
+            if control.tail.load(Ordering::SeqCst) & CLOSED == 0 && tcp.doorbell() {
                 control.rung.fetch_add(1, Ordering::SeqCst);
             } else {
                 control.ringing.fetch_sub(1, Ordering::SeqCst);
@@ -502,9 +517,8 @@ impl Writer {
         }
         control.ringing.fetch_add(1, Ordering::SeqCst);
         let is_wanted = control.armed.swap(0, Ordering::SeqCst) != 0;
-        if is_wanted {
+        if is_wanted && tcp.doorbell() {
             self.bell = self.tail as u32;
-            tcp.doorbell();
             control.rung.fetch_add(1, Ordering::SeqCst);
         } else {
             control.ringing.fetch_sub(1, Ordering::SeqCst);

@@ -86,7 +86,7 @@ impl Tcp for Path {
 
     fn flush(&self) {}
 
-    fn doorbell(&self) {
+    fn doorbell(&self) -> bool {
         panic!("where there is a relay, it rings");
     }
 }
