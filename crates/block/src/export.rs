@@ -18,13 +18,13 @@ pub struct Export {
     pub name: String,
     /// For people.
     pub description: String,
-    /// The same whenever this disk is served, and no other's: initiators know it again by this.
+    /// Unique and constant: initiators identify the disk by it.
     pub identity: Identity,
-    /// It is there, and knows itself by that, when this process is not.
+    /// The disk and its identity outlive this process.
     pub is_lasting: bool,
     /// The disk, with its layers.
     pub backend: Arc<Served>,
-    /// What sort of thing the data is in.
+    /// Kind of storage, for clients.
     pub kind: &'static str,
     /// Read-only for all clients.
     pub read_only: bool,
@@ -34,13 +34,13 @@ pub struct Export {
     pub target: Option<String>,
     /// Bytes of a SCSI logical block.
     pub sector: u32,
-    /// Who may use it, by name; everybody who may use the service, if there are none.
+    /// Names of the clients that may use it. If empty: all clients of the service.
     pub allow: Vec<String>,
-    /// What SCSI reservations mean to those who know none.
+    /// Effect of SCSI reservations on clients of other protocols.
     pub fence: Fence,
 }
 
-/// What the text of an export says, before anything is opened.
+/// A parsed export, before anything is opened.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Spec {
     /// Name for clients.
@@ -57,7 +57,7 @@ pub struct Spec {
     pub target: Option<String>,
     /// Bytes of a SCSI logical block.
     pub sector: u32,
-    /// What tells the disk from others, if it is not to be found out.
+    /// Identity of the disk. `None`: that of its storage.
     pub uuid: Option<Identity>,
     /// Initiators and NBD clients that may use it, by name; everybody who may use the service, if there are none.
     pub allow: Vec<String>,
@@ -68,9 +68,9 @@ pub struct Spec {
 /// An option of a disk: how it is written, and what it means. Command line, configuration file, help and book are generated from
 /// [`OPTIONS`].
 pub struct OptionKind {
-    /// What stands before the `=`.
+    /// Name before the `=`.
     pub name: &'static str,
-    /// `NAME=VALUE` with its parts, as users are shown it.
+    /// `NAME=VALUE` with its parts, for messages and the book.
     pub syntax: &'static str,
     /// Its key in the configuration file.
     pub key: &'static str,
@@ -78,7 +78,7 @@ pub struct OptionKind {
     pub form: Form,
     /// The value if none is given, if that is short.
     pub default: &'static str,
-    /// What it does; a sentence or two without the last full stop.
+    /// Description; a sentence or two without the last full stop.
     pub about: &'static str,
     /// Sets it.
     set: Set,

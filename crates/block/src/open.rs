@@ -47,13 +47,13 @@ pub enum OpenError {
     /// Two caches that are to outlive the daemon.
     #[error("only one layer of a disk may be cache=...:writeback (use :volatile for all of them otherwise)")]
     TwoCaches,
-    /// What an earlier daemon had in its cache cannot be used.
+    /// The cache of an earlier daemon cannot be used.
     #[error(transparent)]
     CacheFile(#[from] CacheFileError),
-    /// What an earlier daemon had in its cache is not on the disk, and may not be written there.
+    /// The cache of an earlier daemon has blocks that are not on the disk, which is opened read-only.
     #[error("{0} blocks that an earlier daemon acknowledged are not on the disk yet: serve it once without 'ro'")]
     Unwritten(usize),
-    /// What an earlier daemon had in its cache cannot be written to the disk.
+    /// Blocks in the cache of an earlier daemon cannot be written to the disk.
     #[error("writing what an earlier daemon had in its cache: {0}")]
     Replay(io::Error),
 }
@@ -101,8 +101,8 @@ impl Spec {
 }
 
 impl Spec {
-    /// What would keep disks from being opened together, by reactors on so many memory nodes; with the names of their exports.
-    /// Nothing is locked or made, since another daemon may be serving them.
+    /// Checks that disks can be opened together, by reactors on so many memory nodes. Returns the errors, with the names of the exports.
+    /// Locks and creates nothing, since another daemon may serve these disks.
     pub fn check(specs: &[Spec], nodes: usize) -> Vec<(&str, OpenError)> {
         let mut files = HashMap::new();
         let mistakes = specs.iter().flat_map(|spec| {
@@ -126,7 +126,7 @@ impl Spec {
         if self.mode.is_some() && self.source.paths().is_empty() { Err(OpenError::ModeOfMemory) } else { Ok(()) }
     }
 
-    /// Two caches cannot both be kept in a file: how many are to be.
+    /// Number of caches that outlive the daemon: at most one.
     fn check_caches(&self, read_only: bool) -> Result<usize, OpenError> {
         if !self.source.is_lasting() || read_only {
             return Ok(0);
@@ -142,8 +142,7 @@ impl Spec {
         self.layers.iter().map(|layer| layer.config.role())
     }
 
-    /// The file that a write-back cache of the disk is kept in, if it is to have one. What an earlier daemon left there is
-    /// on the disk then.
+    /// Opens the file of the disk's write-back cache, if it needs one. First writes the blocks of an earlier daemon to the disk.
     fn kept(
         &self,
         own: &Identity,
@@ -169,7 +168,7 @@ impl Spec {
     }
 }
 
-/// Writes to a disk what an earlier daemon had in its cache.
+/// Writes the blocks in the cache of an earlier daemon to the disk.
 fn replay(
     file: CacheFile,
     left: Leftover,
@@ -195,7 +194,7 @@ fn hinted(preferred: u32) -> u32 {
     if is_one { preferred } else { CHUNK }
 }
 
-/// The files of disks by what tells them from others: the first name of each, and whether it is only read.
+/// First path of each file, and true if the file is opened read-only.
 type Files = HashMap<FileKey, (PathBuf, bool)>;
 
 /// As [`open_source`], without opening anything to write to it, and without locks.

@@ -1,12 +1,12 @@
-//! [`Layer`]: a disk that forwards what it does not define.
+//! [`Layer`]: a disk that forwards operations to the disk below.
 
 use crate::backend::{Backend, Extent, Geometry, Lent, Op, Zero};
 use thruway_engine::Segment;
 
 macro_rules! forwarded {
     ($(fn $name:ident(&self $(, $arg:ident: $ty:ty)*) -> $ret:ty;)*) => {
-        /// A disk that stands on another one. What it does not define, the disk below does. Only [`Layer::lend`] and
-        /// [`Layer::prefetch`] are not forwarded: they read, and would pass by what a layer does to reads.
+        /// A disk on top of another one, to which it forwards the operations that it does not define. [`Layer::lend`] and
+        /// [`Layer::prefetch`] are not forwarded: the layer would not see these reads.
         pub trait Layer: Send + Sync {
             /// The disk below.
             fn inner(&self) -> &dyn Backend;

@@ -33,19 +33,19 @@ impl LayerError {
     }
 }
 
-/// A kind of layer: how it is written, and what it is good for.
+/// A kind of layer: syntax, description and parser.
 pub struct LayerKind {
-    /// What stands before the `=`.
+    /// Name before the `=`.
     pub name: &'static str,
-    /// `NAME=VALUE` with its parts, as users are shown it.
+    /// `NAME=VALUE` with its parts, for messages and the book.
     pub syntax: &'static str,
-    /// What it does, in a sentence.
+    /// Description, one sentence.
     pub about: &'static str,
     /// Reads the value.
     pub parse: fn(&str) -> Result<Arc<dyn LayerConfig>, LayerSyntaxError>,
 }
 
-/// What the text of a layer says, before anything is opened.
+/// Configuration of a layer, before anything is opened.
 pub trait LayerConfig: fmt::Debug + Send + Sync {
     /// Puts the layer on a disk.
     ///
@@ -53,7 +53,7 @@ pub trait LayerConfig: fmt::Debug + Send + Sync {
     /// [`LayerError`].
     fn put_on(&self, below: Arc<dyn Backend>, opening: &mut Opening<'_>) -> Result<Arc<dyn Backend>, LayerError>;
 
-    /// Whether it could be put on a disk that reactors on so many memory nodes serve; makes nothing that stays.
+    /// Checks that it can be put on a disk, for reactors on so many memory nodes. Leaves no file behind.
     ///
     /// # Errors
     /// [`LayerError`].
@@ -61,39 +61,39 @@ pub trait LayerConfig: fmt::Debug + Send + Sync {
         Ok(())
     }
 
-    /// What the layer means for the disk as a whole.
+    /// Effects of the layer on the disk as a whole.
     fn role(&self) -> Role {
         Role::default()
     }
 
-    /// What it writes to beside the disk.
+    /// Files of the layer beside the disk.
     fn files(&self) -> Option<LayerFile> {
         None
     }
 }
 
-/// What is there when layers are put on a disk.
+/// Context in which layers are put on a disk.
 pub struct Opening<'a> {
-    /// Where the disk is served; a cache is spread over their nodes.
+    /// Reactors of the services. A cache is spread over their nodes.
     pub reactors: Option<&'a Reactors>,
     /// The file for a cache that outlives the daemon.
     pub(crate) cache_file: Option<CacheFile>,
 }
 
-/// What a layer means for the disk as a whole.
+/// Effects of a layer on the disk as a whole.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Role {
-    /// Keeps changes from the disk below, which is another one then.
+    /// Keeps changes from the disk below. The two disks then have different identities.
     pub hides_changes: bool,
     /// Keeps data in memory.
     pub caches: bool,
     /// Acknowledges writes before the disk below has them.
     pub writes_back: bool,
-    /// What it has acknowledged outlives the daemon.
+    /// Acknowledged writes outlive the daemon.
     pub is_lasting: bool,
 }
 
-/// What a layer writes to.
+/// A file of a layer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum LayerFile {
     /// New files in this directory.
