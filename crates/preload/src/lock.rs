@@ -183,7 +183,8 @@ impl Lock {
     }
 }
 
-fn is_gone(thread: u32) -> bool {
+/// True if there is no thread or process of this number.
+pub(crate) fn is_gone(thread: u32) -> bool {
     let Some(pid) = rustix::process::Pid::from_raw(thread.cast_signed()) else { return true };
     rustix::process::test_kill_process(pid) == Err(rustix::io::Errno::SRCH)
 }

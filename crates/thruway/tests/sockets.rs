@@ -714,6 +714,13 @@ fn a_peer_that_never_returns_its_bytes_holds_up_no_event_loop() {
     assert!(output.status.success() && told.contains("others are served"), "{told}");
 }
 
+/// Doorbells cause no event of their own, and hide none.
+#[test]
+fn events_without_bytes_do_not_come_from_doorbells() {
+    let counted = counters(&compare_in_c("doorbells", STATS));
+    assert!(counted["accelerated"] > 40 && counted["doorbells"] > 40, "{counted:?}");
+}
+
 /// The ring and the TCP connection are full, and TCP has room for fewer bytes again than the program without the library has to get.
 #[test]
 fn a_full_connection_becomes_the_standard_input_of_another_program() {

@@ -88,6 +88,11 @@ fn instances() -> impl Iterator<Item = &'static Instance> {
     ALL.iter().map_while(|place| unsafe { place.load(Ordering::Acquire).as_ref() })
 }
 
+/// True for the number of an instance of this process ([`Instance::identity`]).
+fn is_known(identity: u32) -> bool {
+    instances().any(|one| one.is_used.load(Ordering::SeqCst) && one.identity.load(Ordering::Relaxed) == identity)
+}
+
 impl Instance {
     fn state<'a>(&'a self, _guard: &'a mut Guard<'_>) -> &'a mut State {
         // SAFETY: under the lock.
@@ -171,6 +176,16 @@ impl Instance {
         if self.bell.compare_exchange(0, bell, Ordering::SeqCst, Ordering::Relaxed).is_err() {
             slots::close_hidden(bell);
         }
+    }
+
+    /// False if something sleeps on it, or may do so in other processes, that [`Instance::ring`] cannot wake.
+    fn has_bell_for_sleepers(&self, ep: c_int) -> bool {
+        let may_sleep = self.others.load(Ordering::SeqCst) != ALONE || self.sleepers.load(Ordering::SeqCst) > 0;
+        let is_nested = self.is_nested.load(Ordering::SeqCst);
+        if may_sleep || is_nested {
+            self.have_bell(ep);
+        }
+        !may_sleep && !is_nested || self.bell.load(Ordering::SeqCst) > 0
     }
 
     /// Removes the bell from the instance: another program cannot interpret its events.
@@ -975,7 +990,7 @@ pub(crate) unsafe fn wait(
     }
 }
 
-/// What the kernel has said comes behind what the rings have said, and is about some of the same.
+/// Appends the events of the kernel to those of the rings, as one event for each data.
 fn merge(instance: &Instance, out: &mut [epoll_event], first: usize, more: usize) -> usize {
     let kept = correct(instance, &mut out[first..first + more], first).number;
     let mut end = first;
@@ -1016,15 +1031,14 @@ impl Instance {
             state.heat(at);
             return events;
         }
-        if !wait::discards_doorbell(one.number, one.descriptor()) {
+        if !state.takes_doorbell(at) {
             return events;
         }
+        let one = &mut state.registrations[at as usize];
         if one.events & ONE_SHOT != 0 {
-            // The kernel reports nothing more of it. Other processes may have changed the registration since.
-            let is_own = self.others.load(Ordering::SeqCst) == ALONE;
+            // The kernel reports nothing more of it.
             let rest = events & one.events & !READABLE;
-            let is_renewed = rest == 0 && is_own && one.renew(self.ep.load(Ordering::Relaxed), one.events);
-            return if is_renewed || rest != 0 { rest } else { events };
+            return if rest != 0 || self.renew_one_shot(one) { rest } else { events };
         }
         // Writable it may be nevertheless, which only a level tells again and again, and an edge at first.
         events &= !READABLE;
@@ -1073,6 +1087,7 @@ fn correct(instance: &Instance, events: &mut [epoll_event], before: usize) -> Ke
         // Another process may have rung it.
         state.heat_unannounced(instance.is_foreign.load(Ordering::Relaxed));
     }
+    state.list += 1;
     let mut kept = 0;
     for i in 0..events.len() {
         let event = events[i];
@@ -1083,12 +1098,15 @@ fn correct(instance: &Instance, events: &mut [epoll_event], before: usize) -> Ke
         if is_ours(event.u64) {
             continue;
         }
-        let at = state.with_data(event.u64).filter(|at| {
-            // If the descriptor is another connection's by now, the event may be of that.
-            let one = &state.registrations[*at as usize];
-            let is_its = slots::find(one.fd) == Some(one.number);
-            is_its && !slots::slot(one.number).is_left_to_kernel.load(Ordering::SeqCst)
-        });
+        let may_be_doorbell = event.events & READABLE != 0 && event.events & (ENDS | PRIORITY) == 0;
+        let mut at = state.with_data(event.u64).filter(|at| state.registrations[*at as usize].is_known());
+        if at.is_none() && may_be_doorbell {
+            at = state.with_doorbell(event.u64);
+            if let Some(at) = at {
+                // It counts for this event.
+                state.registrations[at as usize].doorbell_in = state.list;
+            }
+        }
         let mut events_now = event.events;
         if let Some(at) = at {
             let slot = slots::slot(state.registrations[at as usize].number);

@@ -6,9 +6,9 @@
 //! Once the ring is empty, the registration is the kernel's again: at the next `epoll_ctl` call of the program, or if another thread has read the
 //! bytes before an event was returned.
 
-use super::registration::{ALWAYS, ENDS, FLAGS, PRIORITY, READABLE, arm_connection};
-use super::{HANDED, Instance};
-use crate::lock::{Guard, Lock, Reentered};
+use super::registration::{ALWAYS, ENDS, FLAGS, PRIORITY, READABLE, Registration, arm_connection};
+use super::{ALONE, HANDED, Instance, is_known};
+use crate::lock::{self, Guard, Lock, Reentered};
 use crate::tcp::Connection;
 use crate::{real, slots, wait};
 use libc::{c_int, epoll_event};
@@ -94,6 +94,8 @@ struct Place {
     connection: AtomicU32,
     /// No event was returned since the program's last `epoll_ctl` call.
     is_armed: AtomicBool,
+    /// Process that made the program's request.
+    owner: AtomicU32,
     events: AtomicU32,
     data: AtomicU64,
 }
@@ -200,8 +202,17 @@ impl Locked<'_> {
         self.entries().filter(move |(at, entry)| entry.key.instance() == instance && is_armed(*at))
     }
 
-    fn free_place(&self) -> Option<usize> {
-        self.table.places.iter().position(|place| place.key.load(Ordering::Relaxed) == 0)
+    /// A free place. If there is none, one whose process was killed: nothing else removes its registrations. `is_known` returns true for instances
+    /// of this process.
+    fn free_place(&self, is_known: impl Fn(u32) -> bool) -> Option<usize> {
+        let places = &self.table.places;
+        let free = places.iter().position(|place| place.key.load(Ordering::Relaxed) == 0);
+        free.or_else(|| {
+            places.iter().position(|place| {
+                let key = Key(place.key.load(Ordering::Relaxed));
+                !is_known(key.instance()) && lock::is_gone(place.owner.load(Ordering::Relaxed))
+            })
+        })
     }
 
     fn arm(&self, at: usize, entry: Entry) {
@@ -209,6 +220,7 @@ impl Locked<'_> {
         place.connection.store(entry.connection, Ordering::Relaxed);
         place.events.store(entry.events, Ordering::Relaxed);
         place.data.store(entry.data, Ordering::Relaxed);
+        place.owner.store(std::process::id(), Ordering::Relaxed);
         place.key.store(entry.key.0, Ordering::Release);
         place.is_armed.store(true, Ordering::Release);
         self.count();
@@ -275,9 +287,11 @@ impl Instance {
         if may_report
             && has_unread()
             && let Some(request) = wants
-            && let Some(at) = before.or_else(|| all.free_place())
+            && let Some(at) = before.or_else(|| all.free_place(is_known))
         {
-            let mut event = epoll_event { events: request.events & FLAGS, u64: MARK | at as u64 };
+            // Without a bell (no free descriptor), the kernel wakes whatever sleeps on the instance, by an event for room.
+            let wake = if self.has_bell_for_sleepers(call.ep) { 0 } else { libc::EPOLLOUT as u32 };
+            let mut event = epoll_event { events: request.events & FLAGS | wake, u64: MARK | at as u64 };
             // SAFETY: one event.
             let result = unsafe { real::epoll_ctl(call.ep, call.operation, call.fd, &raw mut event) };
             if result == 0 {
@@ -293,6 +307,29 @@ impl Instance {
             all.free(at);
         }
         (result, false)
+    }
+
+    /// Requests once more an event of a one-shot registration: the kernel has reported a doorbell alone. False if another program may have the
+    /// instance, or another process may have changed the registration.
+    pub(super) fn renew_one_shot(&self, one: &Registration) -> bool {
+        let ep = self.ep.load(Ordering::Relaxed);
+        match self.others.load(Ordering::SeqCst) {
+            ALONE => return one.renew(ep, one.events),
+            HANDED => return false,
+            _ => {}
+        }
+        let table = slots::one_shots();
+        let Ok(all) = table.lock() else { return false };
+        let entry = Entry { key: self.key(one.fd), connection: one.number, events: one.events, data: one.data };
+        if all.find(entry.key, entry.connection).is_some() {
+            return false;
+        }
+        let Some(at) = all.free_place(is_known) else { return false };
+        // While the place is in use, other processes wait for the table's lock before they change a registration.
+        all.arm(at, entry);
+        let is_renewed = !self.is_behind() && entry.register(ep);
+        all.free(at);
+        is_renewed
     }
 
     /// True if the library may have an event of a one-shot registration to report.
@@ -386,7 +423,7 @@ mod tests {
         let table = table();
         let all = table.lock().unwrap();
         let one = entry(1, 0, 0);
-        assert_eq!((all.find(one.key, 0), all.free_place()), (None, Some(0)));
+        assert_eq!((all.find(one.key, 0), all.free_place(|_| true)), (None, Some(0)));
         all.arm(0, one);
         assert_eq!((all.find(one.key, 0), all.find(one.key, 1), all.entry(0)), (Some(0), None, Some(one)));
         assert_eq!((armed(&all, 1), armed(&all, 2)), (vec![0], vec![]));
@@ -396,7 +433,7 @@ mod tests {
         assert_eq!((armed(&all, 1), all.entry(0), table.armed.load(Ordering::SeqCst)), (vec![], Some(next), 0));
         assert!(!table.is_unused(), "it is known until the program makes its next call");
         all.free(0);
-        assert!(table.is_unused() && all.entry(0).is_none() && all.free_place() == Some(0));
+        assert!(table.is_unused() && all.entry(0).is_none() && all.free_place(|_| true) == Some(0));
     }
 
     #[test]
@@ -419,9 +456,9 @@ mod tests {
         let table = table();
         let all = table.lock().unwrap();
         (0..PLACES).for_each(|at| all.arm(at, entry(1, at as c_int, 0)));
-        assert_eq!((all.free_place(), all.armed(1).count()), (None, PLACES));
+        assert_eq!((all.free_place(|_| true), all.armed(1).count()), (None, PLACES));
         all.free(PLACES - 1);
-        assert_eq!(all.free_place(), Some(PLACES - 1));
+        assert_eq!(all.free_place(|_| true), Some(PLACES - 1));
     }
 
     #[test]

@@ -32,6 +32,8 @@ pub(super) struct Registration {
     pub(super) told: u64,
     /// Edges: number of bytes that the TCP connection had brought when an event was last taken for that of a doorbell.
     pub(super) explained: u64,
+    /// The list of events from the kernel in which this registration has one because of a doorbell that was already discarded; 0 if there is none.
+    pub(super) doorbell_in: u64,
     /// Exclusive: the ring had something that no doorbell has rung for.
     pub(super) is_owed: bool,
     /// The kernel's registration was changed here.
@@ -81,6 +83,7 @@ impl Registration {
             idle: 0,
             told: u64::MAX,
             explained: 0,
+            doorbell_in: 0,
             is_owed: false,
             is_renewed: false,
             is_muted: false,
@@ -93,6 +96,18 @@ impl Registration {
     /// A descriptor of the connection: the one that was registered may be another file by now.
     pub(super) fn descriptor(&self) -> c_int {
         slots::local(self.number).fd.load(Ordering::Relaxed)
+    }
+
+    /// True if events of the kernel with its data can be of its connection, and the connection is accelerated. The descriptor may be another
+    /// connection's by now.
+    pub(super) fn is_carried(&self) -> bool {
+        let slot = slots::slot(self.number);
+        self.is_known() && slot.is_accelerated()
+    }
+
+    /// As [`Registration::is_carried`], for any connection that is not left to the kernel.
+    pub(super) fn is_known(&self) -> bool {
+        slots::find(self.fd) == Some(self.number) && !slots::slot(self.number).is_left_to_kernel.load(Ordering::SeqCst)
     }
 
     /// Changes the kernel's registration. False if the program has just taken it out, or has closed the descriptor while the connection
@@ -171,10 +186,12 @@ impl Registration {
         let slots::Receiving { segment, reader, .. } = &mut receiving;
         let tail = reader.tail(segment).load(Ordering::Acquire);
         let is_told = std::mem::replace(&mut self.told, tail) == tail;
-        if !is_told || self.events & EDGE == 0 || reader.has_run(segment) {
+        let connection = Connection::new(self.descriptor());
+        // The end of the stream is an event of its own.
+        if !is_told || self.events & EDGE == 0 || reader.has_run(segment) || connection.ends() != 0 {
             return false;
         }
-        let arrived = reader.arrived(segment, &Connection::new(self.descriptor()));
+        let arrived = reader.arrived(segment, &connection);
         std::mem::replace(&mut self.explained, arrived) != arrived
     }
 
@@ -197,7 +214,7 @@ impl Registration {
         self.is_unannounced() || is_owed()
     }
 
-    /// What is to be said of it without waiting for the kernel to say something.
+    /// Events that are known without the kernel.
     pub(super) fn ready(&mut self) -> u32 {
         let slot = slots::slot(self.number);
         let is_exclusive = self.events & libc::EPOLLEXCLUSIVE as u32 != 0;

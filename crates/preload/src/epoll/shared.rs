@@ -13,6 +13,8 @@ use std::sync::atomic::Ordering;
 
 /// Events and flags of the program; the kernel adds others.
 const PROGRAMS: u32 = READABLE | WRITABLE | PRIORITY | EDGE | libc::EPOLLRDHUP as u32;
+/// Those that change what a registration means: all but `EPOLLWAKEUP`, which the kernel may drop.
+const COMPARED: u32 = PROGRAMS | SPECIAL;
 
 /// A registration of an instance in the kernel.
 struct Entry {
@@ -155,10 +157,16 @@ impl Instance {
             };
             let Some(event) = requested(entry) else {
                 state.registrations[at].is_owed = false;
+                // Another process has made it a one-shot registration, and the kernel has reported its event.
+                let one = &state.registrations[at];
+                let is_changed = one.events & ONE_SHOT == 0 || one.data != entry.data;
+                if is_changed && super::one_shots::place(entry.data).is_none() {
+                    state.modify(at, entry.event());
+                }
                 continue;
             };
             // This library requests that itself.
-            let mask = if one.is_muted { PROGRAMS & !WRITABLE } else { PROGRAMS };
+            let mask = if one.is_muted { COMPARED & !WRITABLE } else { COMPARED };
             let is_changed = one.data != event.u64 || (one.events ^ event.events) & mask != 0;
             if is_changed {
                 state.modify(at, event);

@@ -1,7 +1,7 @@
 //! What an epoll instance has registered, and which of it is looked at.
 
 use super::registration::{EDGE, READABLE, Registration, SPECIAL, arm_connection, weight};
-use crate::{data, recheck, room, slots};
+use crate::{data, recheck, room, slots, wait};
 use libc::{c_int, epoll_event};
 use std::collections::HashMap;
 use std::sync::atomic::Ordering;
@@ -28,6 +28,8 @@ pub(super) struct State {
     pub(super) free: Vec<u32>,
     pub(super) calls: u32,
     pub(super) next: usize,
+    /// Number of the current list of events from the kernel; see [`Registration::doorbell_in`].
+    pub(super) list: u64,
 }
 
 impl State {
@@ -87,6 +89,41 @@ impl State {
     /// The place of the registration with this data: `None` if there is none, or if several connections have it.
     pub(super) fn with_data(&self, data: u64) -> Option<u32> {
         self.by_data.get(&data)?.at
+    }
+
+    /// True if the kernel has reported the registration because of a doorbell alone, which is discarded now or was discarded for another event of
+    /// the same list. Each registration has one event in a list.
+    pub(super) fn takes_doorbell(&mut self, at: u32) -> bool {
+        let one = &mut self.registrations[at as usize];
+        if one.doorbell_in == self.list {
+            return std::mem::take(&mut one.doorbell_in) > 0;
+        }
+        let number = one.number;
+        if !wait::discards_doorbell(number, one.descriptor()) {
+            return false;
+        }
+        if slots::local(number).registrations.load(Ordering::SeqCst) > 1 {
+            let list = self.list;
+            let is_sibling = |one: &Registration| one.fd >= 0 && one.number == number && one.events & READABLE != 0;
+            let siblings =
+                self.registrations.iter_mut().enumerate().filter(|(i, one)| *i != at as usize && is_sibling(one));
+            siblings.for_each(|(_, one)| one.doorbell_in = list);
+        }
+        true
+    }
+
+    /// A registration with this data whose doorbell has caused an event, if several connections have the data: their events look alike.
+    pub(super) fn with_doorbell(&mut self, data: u64) -> Option<u32> {
+        let is_ambiguous = self.by_data.get(&data).is_some_and(|known| known.at.is_none());
+        let len = if is_ambiguous { self.registrations.len() } else { 0 };
+        (0..len as u32).find(|at| {
+            let one = &self.registrations[*at as usize];
+            let is_it = one.fd >= 0 && one.data == data && one.events & READABLE != 0 && one.is_carried();
+            if !is_it || data::is_readable(slots::slot(one.number)) {
+                return false;
+            }
+            self.takes_doorbell(*at)
+        })
     }
 
     pub(super) fn index(&mut self, data: u64, at: u32) {
