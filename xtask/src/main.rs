@@ -428,7 +428,7 @@ fn sanitize() -> Result<(), String> {
     }
     let place = "--quiet --target x86_64-unknown-linux-gnu --target-dir target/sanitize";
     let vars = [("RUSTFLAGS", "-Zsanitizer=address"), ("THRUWAY_SANITIZED", "1")];
-    let examples = format!("+nightly build {place} --examples -p thruway-extended");
+    let examples = format!("+nightly build {place} --lib --examples -p thruway-extended");
     run_with("examples", "cargo", &examples.split_whitespace().collect::<Vec<_>>(), &vars)?;
     let packages = SANITIZED.map(|name| format!(" -p thruway-{name}")).concat();
     let args = format!("+nightly test {place} --lib --tests{packages}");

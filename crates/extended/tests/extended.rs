@@ -160,9 +160,17 @@ fn frames_that_lie_are_refused() {
     }
 }
 
+/// Directory of the profile, as `target/debug`. Where Cargo puts this test below it depends on its version.
 fn target() -> PathBuf {
     let test = std::env::current_exe().unwrap();
-    test.parent().unwrap().parent().unwrap().to_owned()
+    let has_examples = |directory: &&Path| directory.join("examples/counter").exists();
+    test.ancestors().find(has_examples).expect("the examples are built").to_owned()
+}
+
+/// The library for C: that which was built with this test, or by `cargo build`.
+fn library() -> PathBuf {
+    let candidates = ["deps/libthruway_extended.so", "libthruway_extended.so"].map(|name| target().join(name));
+    candidates.into_iter().find(|library| library.exists()).expect("the library is built")
 }
 
 /// Builds the example in C as its first lines say, of what `cargo xtask install-extended` installs.
@@ -172,7 +180,7 @@ fn c_example(prefix: &Path) -> PathBuf {
     std::fs::create_dir(&libraries).unwrap();
     std::os::unix::fs::symlink(root.join("include"), prefix.join("include")).unwrap();
     for name in ["libthruway_extended.so", "libthruway_extended.so.0"] {
-        std::os::unix::fs::symlink(target().join("deps/libthruway_extended.so"), libraries.join(name)).unwrap();
+        std::os::unix::fs::symlink(library(), libraries.join(name)).unwrap();
     }
     let template = std::fs::read_to_string(root.join("thruway-extended.pc.in")).unwrap();
     let text = template.replace("@PREFIX@", prefix.to_str().unwrap()).replace("@VERSION@", "1");
