@@ -388,11 +388,15 @@ const TESTS_MAX: &str = "2400";
 /// Tests at a time for each processor: many wait for other processes.
 const TESTS_PER_PROCESSOR: usize = 2;
 
+fn test_threads() -> String {
+    let processors = std::thread::available_parallelism().map_or(1, usize::from);
+    (processors * TESTS_PER_PROCESSOR).to_string()
+}
+
 fn unit() -> Result<(), String> {
     // Programs under test load these libraries, which no test is linked with.
     run("libraries", "cargo", &["build", "--workspace", "--quiet"])?;
-    let threads = std::thread::available_parallelism().map_or(1, usize::from) * TESTS_PER_PROCESSOR;
-    let vars = [("THRUWAY_LIBRARIES_BUILT", "1"), ("NEXTEST_TEST_THREADS", &threads.to_string()[..])];
+    let vars = [("THRUWAY_LIBRARIES_BUILT", "1"), ("NEXTEST_TEST_THREADS", &test_threads()[..])];
     let nextest = ["--kill-after=10", TESTS_MAX, "cargo", "nextest", "run", "--workspace", "--profile", "all"];
     run_with("tests", "timeout", &nextest, &vars)?;
     run("examples in the documentation", "cargo", &["test", "--workspace", "--quiet", "--doc"])
@@ -427,13 +431,16 @@ fn sanitize() -> Result<(), String> {
         run("nightly toolchain", "rustup", &["toolchain", "install", "nightly", "--profile", "minimal"])?;
     }
     let place = "--quiet --target x86_64-unknown-linux-gnu --target-dir target/sanitize";
-    let vars = [("RUSTFLAGS", "-Zsanitizer=address"), ("THRUWAY_SANITIZED", "1")];
+    let threads = test_threads();
+    let vars = [("RUSTFLAGS", "-Zsanitizer=address"), ("THRUWAY_SANITIZED", "1"), ("NEXTEST_TEST_THREADS", &threads)];
     let examples = format!("+nightly build {place} --lib --examples -p thruway-extended");
     run_with("examples", "cargo", &examples.split_whitespace().collect::<Vec<_>>(), &vars)?;
     let packages = SANITIZED.map(|name| format!(" -p thruway-{name}")).concat();
-    let args = format!("+nightly test {place} --lib --tests{packages}");
+    let place = place.replace("--quiet", "--cargo-quiet");
+    let args =
+        format!("--kill-after=10 {TESTS_MAX} cargo +nightly nextest run --profile all {place} --lib --tests{packages}");
     let args: Vec<&str> = args.split_whitespace().collect();
-    run_with("tests under AddressSanitizer", "cargo", &args, &vars)
+    run_with("tests under AddressSanitizer", "timeout", &args, &vars)
 }
 
 /// Tests that Miri can run: codecs, tables, queues, and the memory that peers and devices write to.

@@ -464,7 +464,7 @@ mod tests {
     #[test]
     fn data_of_the_library_has_a_place() {
         assert_eq!((place(MARK), place(MARK + PLACES as u64 - 1)), (Some(0), Some(PLACES - 1)));
-        for data in [0, u64::MAX, MARK - 1, MARK + PLACES as u64, MARK | 1 << 32, MARK & 0xffff_ffff] {
+        for data in [0, u64::MAX, MARK - 1, MARK + PLACES as u64, MARK ^ 1 << 32, MARK & 0xffff_ffff] {
             assert_eq!(place(data), None);
         }
     }
