@@ -1,7 +1,8 @@
 //! A queue pair and its socket: set-up, transfer, orderly end.
 
-use super::device::Context;
-use super::shared::{CompletionRing, Polled, SharedQueue};
+use super::completions::{CompletionRing, Polled};
+use super::context::{Context, DrivenPair, Readiness};
+use super::shared::SharedQueue;
 use super::socket;
 use super::transport::{Moved, Socket, Transport};
 use crate::ConnectionInfo;
@@ -112,15 +113,6 @@ struct Live {
     ended: bool,
 }
 
-/// What is known of a socket.
-#[derive(Debug, Clone, Copy, Default)]
-pub(super) struct Readiness {
-    pub(super) readable: bool,
-    pub(super) writable: bool,
-    /// The peer's half is shut, or the connection is broken.
-    pub(super) hung_up: bool,
-}
-
 /// What is left to do after a turn.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Turn {
@@ -157,23 +149,6 @@ impl Endpoint {
             is_busy: AtomicBool::new(true),
             state: Mutex::new(state),
         }
-    }
-
-    pub(super) fn is_by_shm(&self) -> bool {
-        self.is_by_shm.load(Ordering::Relaxed)
-    }
-
-    /// A look at its ring without the lock, while it is connected through shared memory.
-    pub(super) fn glance(&self) -> Option<Arc<Glance>> {
-        match &self.lock().phase {
-            Phase::Live(live) => live.transport.glance(),
-            _ => None,
-        }
-    }
-
-    /// Whether it has more to do than to receive what comes, as far as can be told without the lock: a poll finds out.
-    pub(super) fn is_busy(&self) -> bool {
-        self.is_busy.load(Ordering::Relaxed)
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -278,73 +253,9 @@ impl Endpoint {
         self.ctx.live_changed();
     }
 
-    /// Key of the endpoint in the device.
-    pub(super) fn id(&self) -> u64 {
-        self.id
-    }
-
-    /// Something happened on the socket, or this queue pair's turn has come.
-    pub(super) fn progress(&self, socket: Readiness) {
-        self.poll(socket, None);
-    }
-
-    /// As [`Endpoint::progress`], for somebody who polls a completion queue. True if something has come or gone.
-    pub(super) fn poll(&self, socket: Readiness, polled: Option<&mut Polled<'_>>) -> bool {
-        let mut guard = self.lock();
-        let turn = self.serve(&mut guard, socket, polled);
-        let moved = match &mut guard.phase {
-            Phase::Live(live) => std::mem::take(&mut live.moved),
-            _ => false,
-        };
-        drop(guard);
-        self.after(turn);
-        moved
-    }
-
-    /// Has the device told of what comes on a live connection, or not: then it is only seen by trying.
-    pub(super) fn set_watched(&self, watched: bool) {
-        let mut guard = self.lock();
-        let stream = match &mut guard.phase {
-            Phase::Live(live) => match &mut live.transport {
-                Transport::Tcp(stream) => stream,
-                Transport::Shm(channel) => {
-                    channel.set_called(watched);
-                    drop(guard);
-                    if watched {
-                        self.progress(Readiness { readable: true, writable: true, hung_up: false });
-                    }
-                    return;
-                }
-            },
-            Phase::Lingering { stream, .. } => stream,
-            _ => return,
-        };
-        if !watched {
-            self.ctx.unwatch(stream);
-        } else if let Err(error) = self.ctx.watch(stream, self.id) {
-            tracing::debug!(%error, "watching a connection again");
-        }
-    }
-
     fn after(&self, turn: Turn) {
         if turn == Turn::Unfinished {
             self.ctx.mark_ready(self.id);
-        }
-    }
-
-    /// Looks at the clock. True while there is a deadline to keep.
-    pub(super) fn tick(&self, now: Instant) -> bool {
-        let mut guard = self.lock();
-        match &guard.phase {
-            Phase::Connecting(c) if c.deadline <= now => self.end(&mut guard, ConnectionError::TimedOut),
-            Phase::Lingering { deadline, .. } if *deadline <= now => self.over(&mut guard),
-            Phase::Live(live) if live.deadline.is_some_and(|(by, _)| by <= now) => self.give_up(&mut guard, now),
-            _ => {}
-        }
-        match &guard.phase {
-            Phase::Connecting(_) | Phase::Lingering { .. } => true,
-            Phase::Live(live) => live.deadline.is_some(),
-            Phase::Idle | Phase::Over => false,
         }
     }
 
@@ -749,6 +660,82 @@ fn transmit(live: &mut Live, iovecs: &mut IoVecs) -> Turn {
         live.connection.tx_abandon();
     }
     Turn::Waiting
+}
+
+impl DrivenPair for Endpoint {
+    fn qp_num(&self) -> u32 {
+        self.number
+    }
+
+    fn id(&self) -> u64 {
+        self.id
+    }
+
+    fn is_by_shm(&self) -> bool {
+        self.is_by_shm.load(Ordering::Relaxed)
+    }
+
+    fn glance(&self) -> Option<Arc<Glance>> {
+        match &self.lock().phase {
+            Phase::Live(live) => live.transport.glance(),
+            _ => None,
+        }
+    }
+
+    fn is_busy(&self) -> bool {
+        self.is_busy.load(Ordering::Relaxed)
+    }
+
+    fn set_watched(&self, watched: bool) {
+        let mut guard = self.lock();
+        let stream = match &mut guard.phase {
+            Phase::Live(live) => match &mut live.transport {
+                Transport::Tcp(stream) => stream,
+                Transport::Shm(channel) => {
+                    channel.set_called(watched);
+                    drop(guard);
+                    if watched {
+                        self.poll(Readiness { readable: true, writable: true, hung_up: false }, None);
+                    }
+                    return;
+                }
+            },
+            Phase::Lingering { stream, .. } => stream,
+            _ => return,
+        };
+        if !watched {
+            self.ctx.unwatch(stream);
+        } else if let Err(error) = self.ctx.watch(stream, self.id) {
+            tracing::debug!(%error, "watching a connection again");
+        }
+    }
+
+    fn poll(&self, socket: Readiness, polled: Option<&mut Polled<'_>>) -> bool {
+        let mut guard = self.lock();
+        let turn = self.serve(&mut guard, socket, polled);
+        let moved = match &mut guard.phase {
+            Phase::Live(live) => std::mem::take(&mut live.moved),
+            _ => false,
+        };
+        drop(guard);
+        self.after(turn);
+        moved
+    }
+
+    fn tick(&self, now: Instant) -> bool {
+        let mut guard = self.lock();
+        match &guard.phase {
+            Phase::Connecting(c) if c.deadline <= now => self.end(&mut guard, ConnectionError::TimedOut),
+            Phase::Lingering { deadline, .. } if *deadline <= now => self.over(&mut guard),
+            Phase::Live(live) if live.deadline.is_some_and(|(by, _)| by <= now) => self.give_up(&mut guard, now),
+            _ => {}
+        }
+        match &guard.phase {
+            Phase::Connecting(_) | Phase::Lingering { .. } => true,
+            Phase::Live(live) => live.deadline.is_some(),
+            Phase::Idle | Phase::Over => false,
+        }
+    }
 }
 
 impl QueuePairOps for Endpoint {

@@ -1,6 +1,6 @@
 //! Listening sockets, and connections whose request frame is not whole yet.
 
-use super::device::{Context, Queued};
+use super::context::{Context, DrivenSocket, Queued, UnpolledRequest};
 use super::endpoint::Endpoint;
 use super::set_up::Place;
 use super::socket;
@@ -92,12 +92,12 @@ impl ListeningSocket {
     }
 
     /// Accepts what is waiting. True if there may be more.
-    pub(super) fn progress(&self, ctx: &Arc<Context>) -> bool {
+    fn accept_all(&self, ctx: &Arc<Context>) -> bool {
         for _ in 0..ACCEPT_TURN {
             match self.accept() {
                 Ok((socket, peer, origin)) => {
                     ctx.make_room(origin, self.options.max_pending.max(1));
-                    if let Err(error) = ctx.begin_request(socket, (peer, origin), self.options.accept_foreign) {
+                    if let Err(error) = begin_request(ctx, socket, (peer, origin), self.options.accept_foreign) {
                         tracing::warn!(%peer, %error, "cannot serve a connection");
                     }
                 }
@@ -123,6 +123,48 @@ fn is_of_one_connection(error: &std::io::Error) -> bool {
     const CODES: [i32; 10] =
         [ECONNABORTED, EHOSTDOWN, EHOSTUNREACH, EINTR, ENETDOWN, ENETUNREACH, ENONET, ENOPROTOOPT, EOPNOTSUPP, EPROTO];
     error.raw_os_error().is_some_and(|code| CODES.contains(&code))
+}
+
+impl DrivenSocket for ListeningSocket {
+    fn progress(&self, ctx: &Arc<Context>) {
+        if self.accept_all(ctx) {
+            ctx.mark_ready(self.id);
+        }
+    }
+
+    fn tick(&self, ctx: &Arc<Context>, _: Instant) -> bool {
+        self.progress(ctx);
+        false
+    }
+}
+
+/// Serves a listening socket.
+pub(super) fn begin_listening(ctx: &Arc<Context>, socket: ListeningSocket) -> Result<ListenerHandle> {
+    let failed = |source| Error::io("watching a listening socket", source);
+    let (id, addr) = (socket.id, socket.local_addr().map_err(failed)?);
+    ctx.watch(&socket, id).map_err(|e| failed(std::io::Error::from(e)))?;
+    ctx.insert_socket(id, Arc::new(socket));
+    Ok(ListenerHandle { ctx: Arc::clone(ctx), id, addr, beside: None })
+}
+
+/// Starts to read a request frame.
+pub(super) fn begin_request(
+    ctx: &Arc<Context>,
+    socket: Socket,
+    (peer, origin): (SocketAddr, Origin),
+    accept_foreign: bool,
+) -> Result<()> {
+    if let Socket::Tcp(stream) = &socket {
+        prepare(stream, peer, ctx)?;
+    }
+    let id = ctx.new_id();
+    let place = ctx.set_up.take(origin, id);
+    let reading = Reading::new(socket, (peer, origin), place, accept_foreign);
+    ctx.watch(reading.socket(), id).map_err(|e| Error::io("watching a connection", e))?;
+    let inbound = Arc::new(Inbound { id, state: Mutex::new(Some(reading)) });
+    ctx.insert_socket(id, inbound);
+    ctx.start_timer();
+    Ok(())
 }
 
 /// The consumer's handle.
@@ -185,9 +227,9 @@ impl Reading {
     }
 }
 
-impl Inbound {
+impl DrivenSocket for Inbound {
     /// Reads on; leaves the device's tables once there is nothing more to read.
-    pub(super) fn progress(&self, ctx: &Arc<Context>) {
+    fn progress(&self, ctx: &Arc<Context>) {
         let mut guard = self.state.lock_unpoisoned();
         let Some(mut reading) = guard.take() else { return };
         match reading.advance() {
@@ -196,14 +238,14 @@ impl Inbound {
             Outcome::Request(frame) => {
                 ctx.unwatch(&reading.socket);
                 ctx.forget(self.id);
-                ctx.queue(Queued::Request(Request {
+                ctx.queue(Queued::Request(Box::new(Request {
                     ctx: Arc::clone(ctx),
                     place: reading.place,
                     socket: Some(reading.socket),
                     origin: reading.origin,
                     peer: reading.peer,
                     frame,
-                }));
+                })));
             }
             Outcome::Foreign => {
                 ctx.unwatch(&reading.socket);
@@ -218,8 +260,7 @@ impl Inbound {
         }
     }
 
-    /// Looks at the clock. True while there is a deadline to keep.
-    pub(super) fn tick(&self, ctx: &Context, now: Instant) -> bool {
+    fn tick(&self, ctx: &Arc<Context>, now: Instant) -> bool {
         let mut guard = self.state.lock_unpoisoned();
         match &*guard {
             Some(reading) if reading.deadline <= now => {
@@ -318,16 +359,19 @@ impl RequestOps for Request {
     }
 }
 
-impl Request {
-    pub(super) fn id(&self) -> u64 {
+impl UnpolledRequest for Request {
+    fn id(&self) -> u64 {
         self.place.id
     }
 
-    /// The consumer has it: it does not give way to others any more.
-    pub(super) fn release_place(&self) {
+    fn into_event(self: Box<Self>) -> Event {
+        // The consumer has it: it does not give way to others any more.
         self.place.release();
+        Event::Request(self)
     }
+}
 
+impl Request {
     fn refuse(&mut self, private_data: &[u8]) {
         let Some(mut socket) = self.socket.take() else { return };
         let room = mpa::MAX_PRIVATE_DATA - 4;

@@ -1,103 +1,29 @@
 //! What queue pairs of one device have in common: completion queues, and shared receive queues.
 
-use super::device::Context;
+use super::completions::{CompletionRing, Polled};
+use super::context::Context;
 use crate::provider::{CompletionQueueOps, SharedReceiveOps};
-use crate::reservation::{CqCapacity, Reservation, SharedCqCapacity};
-use std::collections::VecDeque;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
+use crate::reservation::SharedCqCapacity;
+use std::sync::Arc;
 use thruway_iwarp::connection::SharedReceives;
-use thruway_rdma_types::sync::LockUnpoisoned;
 use thruway_rdma_types::{RecvRequest, Result, WorkCompletion};
 
-/// Finished requests. Cannot overflow: every queue pair reserves room for all it can have posted.
-pub(super) struct CompletionRing {
+/// The consumer's handle of a completion queue.
+pub(super) struct CompletionQueueHandle {
+    pub(super) ring: Arc<CompletionRing>,
     pub(super) ctx: Arc<Context>,
-    pub(super) room: Reservation,
-    /// `None` once its handle has been dropped.
-    queue: Mutex<Option<VecDeque<WorkCompletion>>>,
-    /// There is nothing in it: saves those who poll the lock.
-    is_empty: AtomicBool,
 }
-
-impl CqCapacity for CompletionRing {
-    fn room(&self) -> &Reservation {
-        &self.room
-    }
-}
-
-impl CompletionRing {
-    pub(super) fn new(ctx: Arc<Context>, capacity: usize) -> CompletionRing {
-        CompletionRing {
-            ctx,
-            room: Reservation::new(capacity),
-            queue: Mutex::new(Some(VecDeque::new())),
-            is_empty: AtomicBool::new(true),
-        }
-    }
-
-    pub(super) fn push(&self, completion: WorkCompletion) {
-        let mut queue = self.queue.lock_unpoisoned();
-        // Completions that cannot be polled any more must not keep the device awake.
-        let Some(queue) = &mut *queue else { return };
-        queue.push_back(completion);
-        self.is_empty.store(false, Ordering::Release);
-        self.ctx.count_unpolled();
-    }
-
-    fn take(&self, out: &mut Vec<WorkCompletion>, max: usize) -> usize {
-        if self.is_empty.load(Ordering::Acquire) {
-            return 0;
-        }
-        let n = match &mut *self.queue.lock_unpoisoned() {
-            Some(queue) => {
-                let n = queue.len().min(max);
-                out.extend(queue.drain(..n));
-                self.is_empty.store(queue.is_empty(), Ordering::Relaxed);
-                n
-            }
-            None => 0,
-        };
-        if n > 0 {
-            self.ctx.discount_unpolled(n);
-        }
-        n
-    }
-}
-
-/// Somebody who polls a completion queue that was empty, and takes what comes without its being queued.
-pub(super) struct Polled<'a> {
-    ring: &'a CompletionRing,
-    out: &'a mut Vec<WorkCompletion>,
-    /// Completions that are still wanted.
-    room: usize,
-}
-
-impl Polled<'_> {
-    /// Whether a completion for this queue goes here. Not if the queue has any: those came first. Who asks holds the lock of the queue
-    /// pair that the completion is of, and so sees all that it has queued.
-    pub(super) fn takes(&self, ring: &CompletionRing) -> bool {
-        std::ptr::eq(self.ring, ring) && self.room > 0 && ring.is_empty.load(Ordering::Acquire)
-    }
-
-    pub(super) fn put(&mut self, completion: WorkCompletion) {
-        self.out.push(completion);
-        self.room -= 1;
-    }
-}
-
-pub(super) struct CompletionQueueHandle(pub(super) Arc<CompletionRing>);
 
 impl CompletionQueueOps for CompletionQueueHandle {
     fn poll(&self, out: &mut Vec<WorkCompletion>, max: usize) -> usize {
-        let queued = self.0.take(out, max);
+        let queued = self.ring.take(out, max);
         if queued > 0 {
             return queued;
         }
-        let mut polled = Polled { ring: &self.0, out, room: max };
-        self.0.ctx.drive_for(Some(&mut polled));
+        let mut polled = Polled { ring: &self.ring, out, room: max };
+        self.ctx.drive_for(Some(&mut polled));
         match max - polled.room {
-            0 => self.0.take(out, max),
+            0 => self.ring.take(out, max),
             n => n,
         }
     }
@@ -109,8 +35,7 @@ impl CompletionQueueOps for CompletionQueueHandle {
 
 impl Drop for CompletionQueueHandle {
     fn drop(&mut self) {
-        let left = self.0.queue.lock_unpoisoned().take();
-        self.0.ctx.discount_unpolled(left.map_or(0, |queue| queue.len()));
+        self.ring.abandon();
     }
 }
 
@@ -181,19 +106,19 @@ mod tests {
             sender.post_send(&SendRequest { wr_id: 9, op, payload, flags }).unwrap();
             far.progress();
         };
-        let ring = &cq.ops.as_any().downcast_ref::<CompletionQueueHandle>().unwrap().0;
+        let CompletionQueueHandle { ring, ctx } = cq.ops.as_any().downcast_ref().unwrap();
         let poll = || {
             let mut out = Vec::new();
-            ring.ctx.drive_for(Some(&mut Polled { ring, out: &mut out, room: 8 }));
+            ctx.drive_for(Some(&mut Polled { ring, out: &mut out, room: 8 }));
             out.iter().map(|wc| wc.wr_id).collect::<Vec<_>>()
         };
         send();
-        while ring.is_empty.load(Ordering::Acquire) {
+        while ring.len() < 1 {
             near.progress();
         }
         send();
         // It may take some looks until the second has come.
-        while ring.queue.lock_unpoisoned().as_ref().unwrap().len() < 2 {
+        while ring.len() < 2 {
             assert_eq!(poll(), []);
         }
         let mut out = Vec::new();
