@@ -3,15 +3,18 @@
 //! - [`Unit`]: a logical unit over an export, with reservations and unit attentions.
 //! - [`Transfer`]: how a carrier moves a command's data; [`Unit::execute`] does the rest.
 //! - `cdb`: commands, decoded; `media`: those that move blocks; `inquiry`, `mode`, `opcodes`, `ports`: what the
-//!   unit says of itself; `reservation`: who may use it.
+//!   unit reports of itself; `reservation`: which initiators may use it, `persistent_reserve`: the commands for that; `execute`:
+//!   dispatch of commands.
 
 mod cdb;
+mod execute;
 pub mod fuzzing;
 mod inquiry;
 mod lasting;
 mod media;
 mod mode;
 mod opcodes;
+mod persistent_reserve;
 mod ports;
 mod reservation;
 mod sense;
