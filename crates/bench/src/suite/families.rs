@@ -1,17 +1,14 @@
 //! The families, each with what was published and what must agree.
 
 use super::super::{Op, Wait};
+use super::charts::{KIB, MIB, SIZE, chart, steps};
 use super::lab::{CHILDREN, Lab, OWN, Peer, Point, Shape, processor_seconds};
-use super::{Axis, Chart, Family, Findings, Series, nfs, sockets, streams};
+use super::{Axis, Family, Findings, Series, nfs, sockets, streams};
 use std::process::Command;
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
 use thruway_fabric::{Access, iwarp};
 
-pub(super) const KIB: u32 = 1 << 10;
-pub(super) const MIB: u32 = 1 << 20;
-
-pub(super) const SIZE: Axis = Axis { label: "message size", sizes: true };
 const DEPTH: Axis = Axis { label: "operations in flight", sizes: false };
 
 /// In the order of the report.
@@ -216,14 +213,6 @@ pub(super) static FAMILIES: [Family; 23] = [
         measure: nfs::delay,
     },
 ];
-
-pub(super) fn chart(title: impl Into<String>, x: Axis, y: &'static str, series: Vec<Series>) -> Chart {
-    Chart { title: title.into(), x, y, series }
-}
-
-pub(super) fn steps(from: u32, to: u32, factor: u32) -> impl Iterator<Item = u32> {
-    std::iter::successors(Some(from), move |n| n.checked_mul(factor)).take_while(move |n| *n <= to)
-}
 
 fn semantics(lab: &Lab) -> Result<Findings, String> {
     let peer = Peer::bench(&Shape::default())?;

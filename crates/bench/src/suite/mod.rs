@@ -1,6 +1,7 @@
 //! `thruway bench suite`: the figure families of the published works, measured again on this
 //! machine, as one HTML page with plots and one JSON file.
 
+mod charts;
 mod delay;
 mod families;
 mod lab;
@@ -10,6 +11,7 @@ mod rounds;
 mod sockets;
 mod streams;
 
+use charts::{Axis, Chart, Series};
 use clap::Args;
 use families::FAMILIES;
 use lab::Lab;
@@ -103,49 +105,6 @@ impl Verdict {
             Verdict::Differs => Some(false),
             Verdict::Inconclusive | Verdict::Measured => None,
         }
-    }
-}
-
-/// One plot.
-#[derive(Serialize)]
-struct Chart {
-    title: String,
-    x: Axis,
-    y: &'static str,
-    series: Vec<Series>,
-}
-
-#[derive(Serialize, Clone, Copy)]
-struct Axis {
-    label: &'static str,
-    /// Sizes are printed in KiB and MiB.
-    sizes: bool,
-}
-
-#[derive(Serialize, Clone)]
-struct Series {
-    name: String,
-    /// Medians of all rounds.
-    points: Vec<(f64, f64)>,
-    /// The least and the most of all rounds, by point.
-    spread: Vec<(f64, f64, f64)>,
-}
-
-impl Series {
-    fn new(name: impl Into<String>) -> Series {
-        Series { name: name.into(), points: Vec::new(), spread: Vec::new() }
-    }
-
-    fn at(&self, x: f64) -> f64 {
-        self.points.iter().find(|p| p.0 == x).map_or(f64::NAN, |p| p.1)
-    }
-
-    fn last(&self) -> f64 {
-        self.points.last().map_or(f64::NAN, |p| p.1)
-    }
-
-    fn most(&self) -> f64 {
-        self.points.iter().map(|p| p.1).fold(f64::NAN, f64::max)
     }
 }
 

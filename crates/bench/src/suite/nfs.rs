@@ -1,7 +1,7 @@
 //! The families of NFS over RDMA.
 
+use super::charts::{KIB, MIB, SIZE, chart, steps};
 use super::delay::relay;
-use super::families::{KIB, MIB, SIZE, chart, steps};
 use super::lab::{Lab, Peer};
 use super::{Axis, Findings, Series};
 use crate::nfs_server::SHARE;

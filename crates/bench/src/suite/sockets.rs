@@ -1,6 +1,6 @@
 //! Families of unmodified socket programs: over TCP as they are, and by `thruway run`.
 
-use super::families::{KIB, MIB, SIZE, chart, steps};
+use super::charts::{KIB, MIB, SIZE, chart, steps};
 use super::lab::{Lab, Peer};
 use super::{Axis, Findings, Series};
 use std::process::Command;

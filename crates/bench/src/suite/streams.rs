@@ -2,7 +2,7 @@
 
 use super::super::BenchProvider;
 use super::super::stream::{Pages, Program, rate};
-use super::families::{KIB, MIB, SIZE, chart, steps};
+use super::charts::{KIB, MIB, SIZE, chart, steps};
 use super::lab::{Lab, Peer};
 use super::{Axis, Findings, Series};
 use std::time::Duration;
