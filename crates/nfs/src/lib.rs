@@ -13,6 +13,7 @@ pub mod client;
 pub mod delegations;
 #[doc(hidden)]
 pub mod fuzzing;
+mod guards;
 pub mod mount;
 pub mod nfsacl;
 pub mod nlm;
@@ -20,6 +21,7 @@ pub mod nsm;
 pub mod rules;
 pub mod security;
 pub mod share;
+mod squash;
 mod state;
 mod status;
 mod users;

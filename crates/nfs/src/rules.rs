@@ -1,7 +1,7 @@
 //! Who may use a share, and how: rules for networks and for names in certificates.
 
 use crate::security::{SecurityError, SecuritySet};
-use crate::share::Squash;
+use crate::squash::Squash;
 use std::fmt;
 use std::net::IpAddr;
 use std::str::FromStr;

@@ -1,32 +1,17 @@
-//! Shares: file systems with names, their handles, and whom clients' users count as.
+//! Shares: file systems with names, and their handles.
 
 use crate::delegations::{Delegate, Delegations};
 use crate::rules::Rule;
 use crate::security::{Security, SecuritySet};
+pub use crate::squash::{NOBODY, Squash};
 use crate::status::Status;
 use crate::users::{Unavailable, Users};
 use smallvec::SmallVec;
-use std::fmt;
 use std::sync::{Arc, RwLock};
-use thruway_rpc::server::{Call, Connection, Credential, User};
+use thruway_rpc::server::{Call, Connection, Credential};
 use thruway_tcp::Origin;
 use thruway_vfs::identity::FileIdentity;
 use thruway_vfs::{As, Attributes, Credentials, FILE_ID_MAX, FileId, FileSystem};
-
-/// The user and group of those who are nobody.
-pub const NOBODY: u32 = 65_534;
-
-/// Which users of clients count as [`NOBODY`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum Squash {
-    /// Root.
-    #[default]
-    Root,
-    /// All.
-    All,
-    /// None.
-    None,
-}
 
 /// A file system that is served.
 pub struct Share {
@@ -57,41 +42,6 @@ pub struct Policy {
     pub security: SecuritySet,
     /// Who may use it; everybody, if there are none.
     pub rules: Vec<Rule>,
-}
-
-impl fmt::Display for Squash {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Squash::Root => "root",
-            Squash::All => "all",
-            Squash::None => "none",
-        })
-    }
-}
-
-impl Squash {
-    /// What a caller may do is what this user may.
-    fn credentials(self, credential: &Credential, user: Option<&User>) -> Credentials {
-        let nobody = || Credentials { uid: NOBODY, gid: NOBODY, groups: Vec::new() };
-        let known_groups = user.map_or(&[][..], |user| &user.groups);
-        let (uid, gid, said_groups) = match (credential, user) {
-            (Credential::Sys(sys), _) => (sys.uid, sys.gid, &sys.gids[..]),
-            (Credential::Gss(_), Some(user)) => (user.uid, user.gid, &[][..]),
-            _ => return nobody(),
-        };
-        let squashed = |id| if id == 0 && self == Squash::Root { NOBODY } else { id };
-        match self {
-            Squash::All => nobody(),
-            Squash::Root | Squash::None => Credentials {
-                uid: squashed(uid),
-                gid: squashed(gid),
-                groups: {
-                    let more = known_groups.iter().filter(|group| !said_groups.contains(group));
-                    said_groups.iter().chain(more).copied().map(squashed).collect()
-                },
-            },
-        }
-    }
 }
 
 impl Share {
@@ -399,6 +349,7 @@ impl Shares {
 mod tests {
     use super::*;
     use thruway_rpc::message::AuthSys;
+    use thruway_rpc::server::User;
     use thruway_vfs::{LocalFileSystem, LocalOptions};
 
     fn share(name: &str, squash: Squash) -> Option<Share> {
