@@ -388,6 +388,15 @@ impl Encoder {
         self.bulk.truncate(to.bulk);
     }
 
+    /// A copy, to be sent once more. Bulk items in segments become shared ones, here and in the copy.
+    ///
+    /// # Panics
+    /// If a bulk item is lent.
+    pub fn again(&mut self) -> Encoder {
+        let bulk = self.bulk.iter_mut().map(|(at, body)| (*at, body.again())).collect();
+        Encoder { bytes: self.bytes.clone(), bulk }
+    }
+
     /// All its bytes, bulk items included; not those that are lent, whose bytes may change.
     pub fn to_bytes(&self) -> Vec<u8> {
         let (mut all, mut done) = (Vec::with_capacity(self.len()), 0);

@@ -1,6 +1,8 @@
 //! Messages to send: headers, and bodies of several kinds.
 
 use smallvec::SmallVec;
+use std::ops::Range;
+use std::sync::Arc;
 use thruway_engine::Segment;
 use thruway_engine::lent::Lent;
 
@@ -31,6 +33,8 @@ pub enum Body {
     Empty,
     /// In segments, which are released when they have been sent.
     Segments(SmallVec<[Segment; 1]>),
+    /// In a segment that others can read at the same time, and that is released when all have been sent.
+    Shared(Arc<Segment>, Range<usize>),
     /// In memory of its own.
     Bytes(Vec<u8>),
     /// In memory, a file or a pipe that its owner lends; a file or a pipe only if [`crate::Writer::can_lend`].
@@ -47,6 +51,7 @@ impl Body {
         match self {
             Body::Empty => 0,
             Body::Segments(segments) => segments.iter().map(Segment::len).sum(),
+            Body::Shared(_, range) => range.len(),
             Body::Bytes(bytes) => bytes.len(),
             Body::Lent(lent) => lent.len(),
         }
@@ -67,6 +72,12 @@ impl Body {
             Body::Empty => panic!("a body is cut inside"),
             Body::Bytes(bytes) => Body::Bytes(bytes.split_off(at)),
             Body::Lent(lent) => Body::Lent(lent.split_off(at)),
+            Body::Shared(segment, range) => {
+                assert!(at <= range.len(), "a body is cut inside");
+                let rest = range.start + at..range.end;
+                range.end = rest.start;
+                Body::Shared(Arc::clone(segment), rest)
+            }
             Body::Segments(segments) => {
                 let (mut rest, mut seen) = (SmallVec::new(), 0);
                 let mut kept = SmallVec::new();
@@ -88,11 +99,35 @@ impl Body {
         }
     }
 
+    /// A copy, to be sent once more. A segment becomes a shared one, here and in the copy.
+    ///
+    /// # Panics
+    /// If it is lent, or in more than one segment.
+    pub fn again(&mut self) -> Body {
+        if let Body::Segments(segments) = self {
+            assert!(segments.len() <= 1, "a body of several segments cannot be sent again");
+            *self = match segments.pop() {
+                None => Body::Empty,
+                Some(segment) => {
+                    let all = 0..segment.len();
+                    Body::Shared(Arc::new(segment), all)
+                }
+            };
+        }
+        match self {
+            Body::Empty => Body::Empty,
+            Body::Shared(segment, range) => Body::Shared(Arc::clone(segment), range.clone()),
+            Body::Bytes(bytes) => Body::Bytes(bytes.clone()),
+            Body::Segments(_) | Body::Lent(_) => panic!("a lent body cannot be sent again"),
+        }
+    }
+
     /// Calls `each` with the bytes of segments and own memory, for a digest. Lent memory may change meanwhile and is left out.
     pub fn bytes(&self, mut each: impl FnMut(&[u8])) {
         match self {
             Body::Empty | Body::Lent(_) => {}
             Body::Segments(segments) => segments.iter().for_each(|s| each(s.as_slice())),
+            Body::Shared(segment, range) => each(&segment.as_slice()[range.clone()]),
             Body::Bytes(bytes) => each(bytes),
         }
     }
@@ -102,6 +137,7 @@ impl Body {
         match self {
             Body::Empty | Body::Lent(Lent::File { .. } | Lent::Piped(_)) => {}
             Body::Segments(segments) => segments.iter().for_each(|s| each(s.as_ptr(), s.len())),
+            Body::Shared(segment, range) => each(segment.as_slice()[range.clone()].as_ptr(), range.len()),
             Body::Bytes(bytes) => each(bytes.as_ptr(), bytes.len()),
             Body::Lent(Lent::Memory(memory)) => memory.iter().for_each(|m| each(m.as_ptr(), m.len())),
         }

@@ -126,6 +126,11 @@ impl Reply {
         Decoder::with_items(&self.message[self.results.clone()], self.items.take())
     }
 
+    /// The results without data that is not among their bytes, any number of times.
+    pub fn peek(&self) -> Decoder<'_> {
+        Decoder::new(&self.message[self.results.clone()])
+    }
+
     fn of(arrived: Arrived, client: &Client) -> Result<Reply, CallError> {
         let Arrived { message, items } = arrived;
         let results = results_of(&message)?..message.len();

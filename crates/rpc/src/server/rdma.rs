@@ -19,7 +19,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 use thruway_engine::{Reactors, Segment};
-use thruway_fabric::{ConnectionRequest, Provider};
+use thruway_fabric::{ConnectionRequest, Provider, RemoteAddr};
 use thruway_server::rdma::{Channel, Exposed, Exposures, Messages, Options, Registration};
 use thruway_server::{Acceptor, Body, Buffers, ConnectionKind, Permit, panics, slices};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
@@ -463,6 +463,17 @@ impl Served {
         }
     }
 
+    /// Queues the RDMA Writes of bytes that are copied.
+    async fn transfer_copy(&self, bytes: &[u8], mut remote: RemoteAddr) -> io::Result<()> {
+        for piece in bytes.chunks(PIECE) {
+            let mut segment = self.replies.segment(piece.len()).await?;
+            segment.as_mut_slice().copy_from_slice(piece);
+            self.channel.write(segment, remote);
+            remote.addr = remote.addr.wrapping_add(piece.len() as u64);
+        }
+        Ok(())
+    }
+
     /// Queues the RDMA Writes of a part of a reply.
     async fn transfer(&self, Transfer { mut body, places }: Transfer) -> io::Result<()> {
         for (mut remote, len) in places {
@@ -476,14 +487,8 @@ impl Served {
                         remote.addr = remote.addr.wrapping_add(len);
                     }
                 }
-                Body::Bytes(bytes) => {
-                    for piece in bytes.chunks(PIECE) {
-                        let mut segment = self.replies.segment(piece.len()).await?;
-                        segment.as_mut_slice().copy_from_slice(piece);
-                        self.channel.write(segment, remote);
-                        remote.addr = remote.addr.wrapping_add(piece.len() as u64);
-                    }
-                }
+                Body::Bytes(bytes) => self.transfer_copy(&bytes, remote).await?,
+                Body::Shared(segment, range) => self.transfer_copy(&segment.as_slice()[range], remote).await?,
                 Body::Lent(_) => return Err(io::Error::other("lent memory cannot be sent over RDMA")),
             }
         }
