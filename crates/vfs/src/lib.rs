@@ -4,12 +4,13 @@
 //! - [`acl`]: access control lists, of both kinds.
 //! - [`identity`]: identity of files and file systems, for handles, client state and attributes.
 //! - [`workers`]: threads for operations that may wait.
+//! - `conformance`: tests of the contract for every implementation (feature `conformance`).
 
 #![forbid(unsafe_code)]
 
 pub mod acl;
-#[cfg(test)]
-mod conformance;
+#[cfg(any(test, feature = "conformance"))]
+pub mod conformance;
 pub mod identity;
 mod local;
 mod memory;
@@ -331,7 +332,7 @@ pub enum Stability {
 /// - **What it lacks** is `EOPNOTSUPP`, which clients understand of the operations with a body here. Extended attributes are said to
 ///   be there, and fail so.
 ///
-/// `custom_file_system.rs` (crate `thruway-nfs`, examples) is a small one; `conformance.rs` tries all of them.
+/// `custom_file_system.rs` (crate `thruway-nfs`, examples) is a small one; `conformance.rs` tests the contract.
 pub trait FileSystem: Send + Sync {
     /// Its root directory.
     fn root(&self) -> FileId;
