@@ -36,6 +36,13 @@ pub fn call(data: &[u8]) {
     thruway_rpc::fuzzing::message(&PROGRAMS, data);
 }
 
+/// Results of operations of version 4 from a hostile server, one behind the other. The first byte says which is the first.
+pub fn results(data: &[u8]) {
+    if let Some((first, data)) = data.split_first() {
+        crate::client::decode_results(*first, data);
+    }
+}
+
 /// Calls of the programs of version 3, about a share in memory with a directory and a file. Of each, the data says which program and
 /// procedure, whose handle, and where in the arguments that stands.
 pub fn operations_of_version_3(data: &[u8]) {

@@ -8,6 +8,12 @@ use std::path::PathBuf;
 /// The daemon's port unless another is given.
 pub(crate) const DEFAULT_PORT: u16 = 7117;
 
+/// Port of NFS servers.
+pub(crate) const NFS_PORT: u16 = 2049;
+
+/// Port of NFS servers over RDMA (RFC 8267).
+pub(crate) const NFS_RDMA_PORT: u16 = 20049;
+
 /// A source or destination.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Endpoint {

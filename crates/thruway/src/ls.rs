@@ -37,9 +37,6 @@ pub(crate) struct LsArgs {
     url: OsString,
 }
 
-/// The port of NFS.
-const NFS_PORT: u16 = 2049;
-
 /// How long an NFS server may take to answer.
 const NFS_TIMEOUT: Duration = Duration::from_secs(30);
 
@@ -88,7 +85,7 @@ fn print_array(rows: &[Row]) -> std::io::Result<()> {
 /// What is at `host[:port][/share[/path]]` of an NFS server.
 fn of_nfs_server(url: &str, rest: &[u8], security: Security) -> Result<Vec<Row>, Failed> {
     let usage = |why: String| Failed::usage("ls", format!("{url}: {why}"));
-    let (host, port, path) = endpoint::parse_authority(rest, NFS_PORT).map_err(usage)?;
+    let (host, port, path) = endpoint::parse_authority(rest, endpoint::NFS_PORT).map_err(usage)?;
     if host.is_empty() {
         return Err(usage("no host; write nfs://host[:port][/share[/path]]".into()));
     }

@@ -1,13 +1,17 @@
 //! A client of the protocols, as far as listing, measuring and tests need one: it keeps nothing, and asks for one thing at a time.
 
 mod compound;
+mod remote;
 mod v3;
 mod v4;
 
+pub(crate) use remote::decode_results;
+pub use remote::{ChooseRdma, NfsFileSystem, NfsOptions};
 pub use v3::Nfs3Client;
 pub use v4::{Listed, Nfs4Client};
 
 use crate::security::Security;
+use crate::status::Status;
 use std::net::SocketAddr;
 use std::rc::Rc;
 use std::time::Duration;
@@ -15,6 +19,7 @@ use thruway_rpc::client::{Arguments, CallError, Client, GssSession, Procedure, R
 use thruway_rpc::gss::Service;
 use thruway_rpc::message::{AuthSys, OpaqueAuth, flavor};
 use thruway_rpc::xdr::DecodeError;
+use thruway_vfs::Credentials;
 
 /// Why something was not done.
 #[derive(Debug, thiserror::Error)]
@@ -39,10 +44,17 @@ pub enum ClientError {
     Malformed(#[from] DecodeError),
 }
 
+impl ClientError {
+    /// Status of the operation that has failed.
+    fn status(&self) -> Option<Status> {
+        if let ClientError::Status { status, .. } = self { Some(Status(*status)) } else { None }
+    }
+}
+
 /// Result of what a client asks for.
 pub type Result<T> = std::result::Result<T, ClientError>;
 
-/// A status for people. The first of them are error numbers of Unix.
+/// A status for people. The first of them are error numbers of Unix, of which some are others in Linux.
 fn describe(status: u32) -> String {
     let known = match status {
         10_001 => "not a handle (NFS4ERR_BADHANDLE)",
@@ -53,7 +65,11 @@ fn describe(status: u32) -> String {
         10_013 => "the server waits for clients from before its restart (NFS4ERR_GRACE)",
         10_016 => "not with this kind of credential (NFS4ERR_WRONGSEC)",
         10_021 => "this minor version is not served (NFS4ERR_MINOR_VERS_MISMATCH)",
-        1..=133 => return std::io::Error::from_raw_os_error(status as i32).to_string(),
+        63 => "the name is too long (NFS4ERR_NAMETOOLONG)",
+        66 => "the directory is not empty (NFS4ERR_NOTEMPTY)",
+        69 => "the quota is exceeded (NFS4ERR_DQUOT)",
+        70 => "the file is gone (NFS4ERR_STALE)",
+        1..=31 => return std::io::Error::from_raw_os_error(status as i32).to_string(),
         _ => return format!("status {status}"),
     };
     known.into()
@@ -134,6 +150,13 @@ impl UserCredential {
     /// As this user and group, without a name of this host or more groups.
     pub fn new(uid: u32, gid: u32) -> UserCredential {
         UserCredential(Kind::Sys(AuthSys { machine: Vec::new(), uid, gid, gids: Vec::new() }.encode()))
+    }
+
+    /// As a user with a group and more groups, of which 16 have room.
+    pub(crate) fn of(who: &Credentials, machine: &[u8]) -> UserCredential {
+        const GROUPS_MAX: usize = 16;
+        let gids = who.groups.iter().copied().take(GROUPS_MAX).collect();
+        UserCredential(Kind::Sys(AuthSys { machine: machine.to_vec(), uid: who.uid, gid: who.gid, gids }.encode()))
     }
 
     async fn call(

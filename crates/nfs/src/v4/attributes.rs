@@ -132,7 +132,7 @@ pub(crate) fn supported(minor: u32) -> Bitmap {
 }
 
 /// What is told of an object.
-pub(super) struct Described<'a> {
+pub(crate) struct Described<'a> {
     pub minor: u32,
     pub lease_seconds: u32,
     pub attributes: &'a Attributes,
@@ -158,7 +158,7 @@ fn get_time(d: &mut Decoder<'_>) -> Result<Time, Status> {
 }
 
 /// `nfs_ftype4`
-pub(super) fn number_of(kind: Kind) -> u32 {
+pub(crate) fn number_of(kind: Kind) -> u32 {
     match kind {
         Kind::Regular => 1,
         Kind::Directory => 2,
@@ -251,7 +251,7 @@ pub(super) fn readable(wanted: &Bitmap, minor: u32) -> Bitmap {
 }
 
 /// `fattr4`: those of the wanted attributes that there are.
-pub(super) fn encode(out: &mut Encoder, wanted: &Bitmap, of: &Described<'_>) {
+pub(crate) fn encode(out: &mut Encoder, wanted: &Bitmap, of: &Described<'_>) {
     let told: Vec<u32> = readable(wanted, of.minor).iter().filter(|n| *n != ACL || of.acl.is_some()).collect();
     let told = Bitmap::of(&told);
     told.encode(out);
@@ -270,7 +270,7 @@ pub(super) fn encode_error(out: &mut Encoder, status: Status) {
 
 /// What a client wants to set.
 #[derive(Debug, Default)]
-pub(super) struct Wanted {
+pub(crate) struct Wanted {
     pub set: SetAttributes,
     /// Which they are.
     pub which: Bitmap,
@@ -284,7 +284,7 @@ pub(super) struct Wanted {
 
 /// An entry of an access control list, as a client says it.
 #[derive(Debug)]
-pub(super) struct SaidAce {
+pub(crate) struct SaidAce {
     kind: AceType,
     flags: u32,
     mask: u32,
@@ -385,7 +385,7 @@ fn get_set_time(d: &mut Decoder<'_>) -> Result<SetTime, Status> {
 }
 
 /// Decodes `fattr4` of a SETATTR, OPEN or CREATE, of which names of users and groups are still to be looked up.
-pub(super) fn decode(d: &mut Decoder<'_>, minor: u32) -> Result<Wanted, Status> {
+pub(crate) fn decode(d: &mut Decoder<'_>, minor: u32) -> Result<Wanted, Status> {
     let which = Bitmap::decode(d)?;
     let values = d.opaque(64 << 10)?;
     let (mut values, mut set, mut owner, mut group) = (Decoder::new(values), SetAttributes::default(), None, None);

@@ -1,0 +1,177 @@
+//! Ids of files for the server's handles.
+//!
+//! An id has less room than a handle ([`FILE_ID_MAX`]). A short handle is its id. A long one is kept in a table under its hash, which is
+//! its id. Clients of a share keep ids for years, so the table is a file where there is a state directory.
+
+use crate::client::Handle;
+use quick_cache::sync::Cache;
+use redb::{Database, ReadableDatabase, TableDefinition};
+use rustix::io::Errno;
+use std::collections::HashMap;
+use std::fmt::Display;
+use std::io;
+use std::path::Path;
+use std::sync::{Arc, Mutex, MutexGuard};
+use thruway_vfs::workers::Workers;
+use thruway_vfs::{FILE_ID_MAX, FileId};
+
+/// Hash of a handle to the handle.
+const HANDLES: TableDefinition<'_, &[u8], &[u8]> = TableDefinition::new("handles");
+
+/// First byte of ids: what follows is the handle, or its hash.
+const SHORT: u8 = 0;
+const LONG: u8 = 1;
+const HASH: usize = 32;
+const _: () = assert!(HASH < FILE_ID_MAX);
+
+/// Handles that are kept in memory, beside those that are not written yet.
+const RECENT_MAX: usize = 64 << 10;
+
+/// Memory for pages of the table.
+const CACHE_BYTES: usize = 8 << 20;
+
+type Hash = [u8; HASH];
+
+/// Long handles by their hashes.
+pub(super) struct Handles {
+    recent: Cache<Hash, Handle>,
+    /// Not written yet. Without a file, all of them.
+    unwritten: Mutex<HashMap<Hash, Handle>>,
+    database: Option<Arc<Database>>,
+    workers: Workers,
+}
+
+fn failed(error: impl Display) -> io::Error {
+    io::Error::other(error.to_string())
+}
+
+impl Handles {
+    /// Opens the table in a file, or begins one in memory.
+    pub(super) fn open(file: Option<&Path>) -> io::Result<Handles> {
+        let database = match file {
+            None => None,
+            Some(path) => {
+                let database = Database::builder().set_cache_size(CACHE_BYTES).create(path).map_err(failed)?;
+                // The table is there before it is read.
+                let begun = database.begin_write().map_err(failed)?;
+                drop(begun.open_table(HANDLES).map_err(failed)?);
+                begun.commit().map_err(failed)?;
+                Some(Arc::new(database))
+            }
+        };
+        let recent = Cache::new(RECENT_MAX);
+        Ok(Handles { recent, unwritten: Mutex::default(), database, workers: Workers::default() })
+    }
+
+    fn unwritten(&self) -> MutexGuard<'_, HashMap<Hash, Handle>> {
+        self.unwritten.lock().expect("no panics under the lock")
+    }
+
+    /// The id for a handle.
+    pub(super) fn id(&self, handle: &Handle) -> FileId {
+        if handle.len() < FILE_ID_MAX {
+            return FileId(std::iter::once(SHORT).chain(handle.iter().copied()).collect());
+        }
+        let hash = *blake3::hash(handle).as_bytes();
+        if self.recent.get(&hash).is_none() {
+            self.recent.insert(hash, handle.clone());
+            self.unwritten().insert(hash, handle.clone());
+        }
+        FileId(std::iter::once(LONG).chain(hash).collect())
+    }
+
+    /// The handle of an id; `ESTALE` if there is none.
+    pub(super) async fn handle(&self, id: &FileId) -> thruway_vfs::Result<Handle> {
+        let hash: Hash = match id.0.split_first() {
+            Some((&SHORT, handle)) if !handle.is_empty() => return Ok(handle.into()),
+            Some((&LONG, hash)) => hash.try_into().map_err(|_| Errno::STALE)?,
+            _ => return Err(Errno::STALE),
+        };
+        if let Some(handle) = self.recent.get(&hash) {
+            return Ok(handle);
+        }
+        if let Some(handle) = self.unwritten().get(&hash) {
+            return Ok(handle.clone());
+        }
+        let Some(database) = self.database.clone() else { return Err(Errno::STALE) };
+        let found = self.workers.run(move || read(&database, &hash)).await;
+        let handle = found.map_err(|error| {
+            tracing::warn!(%error, "the table of handles cannot be read");
+            Errno::IO
+        })?;
+        let handle = handle.ok_or(Errno::STALE)?;
+        self.recent.insert(hash, handle.clone());
+        Ok(handle)
+    }
+
+    /// Writes what has been added. Blocks.
+    pub(super) fn write(&self) {
+        let Some(database) = &self.database else { return };
+        let added: Vec<(Hash, Handle)> =
+            self.unwritten().iter().map(|(hash, handle)| (*hash, handle.clone())).collect();
+        if added.is_empty() {
+            return;
+        }
+        if let Err(error) = write(database, &added) {
+            tracing::warn!(%error, "the table of handles cannot be written; after a restart, clients look up some files again");
+            return;
+        }
+        let mut unwritten = self.unwritten();
+        added.iter().for_each(|(hash, _)| drop(unwritten.remove(hash)));
+    }
+}
+
+fn read(database: &Database, hash: &Hash) -> io::Result<Option<Handle>> {
+    let reading = database.begin_read().map_err(failed)?;
+    let table = reading.open_table(HANDLES).map_err(failed)?;
+    let found = table.get(&hash[..]).map_err(failed)?;
+    Ok(found.map(|handle| handle.value().into()))
+}
+
+fn write(database: &Database, added: &[(Hash, Handle)]) -> io::Result<()> {
+    let writing = database.begin_write().map_err(failed)?;
+    {
+        let mut table = writing.open_table(HANDLES).map_err(failed)?;
+        for (hash, handle) in added {
+            table.insert(&hash[..], &handle[..]).map_err(failed)?;
+        }
+    }
+    writing.commit().map_err(failed)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn run<T>(test: impl Future<Output = T>) -> T {
+        tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(test)
+    }
+
+    #[test]
+    fn ids_lead_back_to_handles_also_after_a_restart() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("handles");
+        let all: Vec<Handle> = [1, 39, 40, 64, 128].iter().map(|len| vec![*len as u8; *len].into()).collect();
+        let handles = Handles::open(Some(&path)).unwrap();
+        let ids: Vec<FileId> = all.iter().map(|handle| handles.id(handle)).collect();
+        run(async {
+            for (id, handle) in ids.iter().zip(&all) {
+                assert!(id.0.len() <= FILE_ID_MAX);
+                assert_eq!(handles.handle(id).await.as_ref(), Ok(handle));
+            }
+        });
+        handles.write();
+        drop(handles);
+        let again = Handles::open(Some(&path)).unwrap();
+        run(async {
+            for (id, handle) in ids.iter().zip(&all) {
+                assert_eq!(again.handle(id).await.as_ref(), Ok(handle));
+            }
+            let unknown = again.id(&vec![5; 50].into());
+            let other = Handles::open(None).unwrap();
+            for nonsense in [&unknown.0[..], &[], &[SHORT], &[LONG, 2], &[9, 9]] {
+                assert_eq!(other.handle(&FileId(nonsense.into())).await, Err(Errno::STALE), "{nonsense:?}");
+            }
+        });
+    }
+}

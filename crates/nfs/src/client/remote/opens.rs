@@ -1,0 +1,413 @@
+//! Files that are open on the server.
+//!
+//! Each user has an owner of opens on the server, as with Linux's clients: servers bind rights to the user who has opened a file. A file has
+//! one stateid per user, however often that user has it open here, and is closed when it has been closed as often.
+
+use super::attributes::HANDLE_MAX;
+use super::recovery::Event;
+use super::session::{Answer, Session, Shared, errno};
+use crate::client::compound::{Compound, Results};
+use crate::client::{ClientError, Handle, Result};
+use crate::status::Status;
+use crate::v4::bitmap::Bitmap;
+use crate::v4::op;
+use rustix::io::Errno;
+use std::collections::BTreeMap;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, MutexGuard};
+use thruway_rpc::xdr::{DecodeError, Decoder, Encoder};
+use thruway_vfs::{Credentials, Rights};
+
+pub(super) const READ: u32 = 1;
+pub(super) const WRITE: u32 = 2;
+
+/// Wish of an OPEN: no delegation.
+const WANT_NO_DELEGATION: u32 = 0x400;
+
+/// Stateid of a request for a file that is not open.
+pub(super) const ANONYMOUS: Stateid = [0; 16];
+
+/// A stateid. Its first four bytes count its changes; zeros stand for the newest.
+pub(super) type Stateid = [u8; 16];
+
+/// How a file is found that is to be opened.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Claim {
+    /// By its handle.
+    Handle,
+    /// By its handle; it was open before the server was started.
+    Previous,
+}
+
+/// A file that is open, or is being opened or closed.
+pub(super) struct OpenFile {
+    handle: Handle,
+    uid: u32,
+    /// Held while it is opened and closed on the server.
+    turn: tokio::sync::Mutex<()>,
+    state: Mutex<OpenState>,
+}
+
+#[derive(Default)]
+struct OpenState {
+    stateid: Option<Stateid>,
+    /// [`READ`] and [`WRITE`], as far as it is open for them.
+    access: u32,
+    guards: usize,
+    /// The last of those who had it open has closed it.
+    is_to_be_closed: bool,
+    /// Who has opened it last.
+    who: Option<Credentials>,
+}
+
+impl OpenFile {
+    fn state(&self) -> MutexGuard<'_, OpenState> {
+        self.state.lock().expect("no panics under the lock")
+    }
+}
+
+/// All files that are open on the server, by their handles and users.
+#[derive(Default)]
+pub(super) struct Opens(Mutex<Files>);
+
+type Files = BTreeMap<(Handle, u32), Arc<OpenFile>>;
+
+/// Keeps a file open.
+pub(super) struct Guard {
+    file: Arc<OpenFile>,
+    shared: Arc<Shared>,
+}
+
+impl Drop for Guard {
+    fn drop(&mut self) {
+        let mut state = self.file.state();
+        state.guards -= 1;
+        if state.guards == 0 {
+            state.is_to_be_closed = true;
+            self.shared.tell(Event::Close(Arc::clone(&self.file)));
+        }
+    }
+}
+
+/// Result of an OPEN.
+pub(super) struct Opened {
+    pub stateid: Stateid,
+    /// A delegation that was not asked for.
+    pub delegation: Option<Stateid>,
+}
+
+/// Arguments of an OPEN up to the claim, which follows.
+pub(super) fn put_open(out: &mut Encoder, client: u64, uid: u32, access: u32, put_creation: impl FnOnce(&mut Encoder)) {
+    // Version 4.1 does not count the opens of an owner; nothing is denied to others.
+    [0, access | WANT_NO_DELEGATION, 0].into_iter().for_each(|word| out.u32(word));
+    out.u64(client);
+    out.opaque(&uid.to_be_bytes());
+    put_creation(out);
+}
+
+/// Decodes the results of an OPEN.
+pub(super) fn get_opened(d: &mut Decoder<'_>) -> Result<Opened> {
+    let mut stateid: Stateid = *d.fixed()?;
+    stateid[..4].fill(0);
+    let (_atomic, _before, _after, _flags, _set) = (d.bool()?, d.u64()?, d.u64()?, d.u32()?, Bitmap::decode(d)?);
+    let delegation = match d.u32()? {
+        0 => None,
+        kind @ (1 | 2) => {
+            let (stateid, _recall) = (*d.fixed()?, d.bool()?);
+            if kind == 2 {
+                // Limit by bytes, or by blocks and their size: three words either way.
+                d.fixed::<12>()?;
+            }
+            let _ace = (d.u32()?, d.u32()?, d.u32()?, d.opaque(1024)?);
+            Some(stateid)
+        }
+        3 => {
+            // Of two reasons, the server also says whether it will tell when they have gone.
+            if matches!(d.u32()?, 1 | 2) {
+                d.bool()?;
+            }
+            None
+        }
+        value => return Err(DecodeError::Invalid { value }.into()),
+    };
+    Ok(Opened { stateid, delegation })
+}
+
+fn open_call(file: &OpenFile, client: u64, access: u32, claim: Claim) -> Compound {
+    let open = Compound::new().then(op::PUTFH, |out| out.opaque(&file.handle)).then(op::OPEN, |out| {
+        put_open(out, client, file.uid, access, |out| out.u32(0));
+        match claim {
+            Claim::Handle => out.u32(4),
+            Claim::Previous => [1, 0].into_iter().for_each(|word| out.u32(word)),
+        }
+    });
+    open.that_changes()
+}
+
+fn opened(answer: &Answer) -> Result<Opened> {
+    let mut results = answer.results()?;
+    results.next("PUTFH")?;
+    get_opened(results.next("OPEN")?)
+}
+
+impl Opens {
+    fn files(&self) -> MutexGuard<'_, Files> {
+        self.0.lock().expect("no panics under the lock")
+    }
+
+    fn find(&self, handle: &Handle, uid: u32) -> Option<Arc<OpenFile>> {
+        self.files().get(&(handle.clone(), uid)).cloned()
+    }
+
+    fn find_or_insert(&self, handle: &Handle, uid: u32) -> Arc<OpenFile> {
+        let mut files = self.files();
+        let file = files.entry((handle.clone(), uid)).or_insert_with(|| {
+            let (turn, state) = (tokio::sync::Mutex::default(), Mutex::default());
+            Arc::new(OpenFile { handle: handle.clone(), uid, turn, state })
+        });
+        Arc::clone(file)
+    }
+
+    fn contains(&self, file: &Arc<OpenFile>) -> bool {
+        self.find(&file.handle, file.uid).is_some_and(|known| Arc::ptr_eq(&known, file))
+    }
+
+    fn remove(&self, file: &Arc<OpenFile>) {
+        let mut files = self.files();
+        let key = (file.handle.clone(), file.uid);
+        if files.get(&key).is_some_and(|known| Arc::ptr_eq(known, file)) {
+            files.remove(&key);
+        }
+    }
+
+    /// A file as all users have it open.
+    fn of_all_users(&self, handle: &Handle) -> Vec<Arc<OpenFile>> {
+        let range = (handle.clone(), 0)..=(handle.clone(), u32::MAX);
+        self.files().range(range).map(|(_, file)| Arc::clone(file)).collect()
+    }
+
+    /// Stateid for requests of a user about a file; that of no open if the user does not have it open.
+    pub(super) fn stateid(&self, handle: &Handle, uid: u32) -> Stateid {
+        self.find(handle, uid).and_then(|file| file.state().stateid).unwrap_or(ANONYMOUS)
+    }
+
+    /// The files that are open.
+    pub(super) fn all(&self) -> Vec<Arc<OpenFile>> {
+        self.files().values().cloned().collect()
+    }
+
+    /// Opens a file as a user with these rights. Without any, for its creator.
+    pub(super) async fn open(
+        &self,
+        shared: &Arc<Shared>,
+        who: &Credentials,
+        handle: &Handle,
+        wanted: Rights,
+    ) -> thruway_vfs::Result<Guard> {
+        let access = if wanted.read || wanted.execute { READ } else { 0 } | if wanted.write { WRITE } else { 0 };
+        loop {
+            let file = self.find_or_insert(handle, who.uid);
+            let _turn = file.turn.lock().await;
+            if !self.contains(&file) {
+                // It has been closed meanwhile.
+                continue;
+            }
+            let made = access == 0 && file.state().stateid.is_some();
+            let result = if made { Ok(()) } else { self.open_on_server(shared, who, &file, access).await };
+            let mut state = file.state();
+            match result {
+                Ok(()) => {
+                    state.guards += 1;
+                    state.is_to_be_closed = false;
+                    drop(state);
+                    return Ok(Guard { file: Arc::clone(&file), shared: Arc::clone(shared) });
+                }
+                Err(error) => {
+                    if state.guards == 0 && state.stateid.is_none() {
+                        drop(state);
+                        self.remove(&file);
+                    }
+                    return Err(error);
+                }
+            }
+        }
+    }
+
+    async fn open_on_server(
+        &self,
+        shared: &Arc<Shared>,
+        who: &Credentials,
+        file: &Arc<OpenFile>,
+        access: u32,
+    ) -> thruway_vfs::Result<()> {
+        // The creator's rights are not checked here, but by the server: it gets what there is.
+        let attempts: &[u32] = if access == 0 { &[READ | WRITE, READ, WRITE] } else { &[access] };
+        let mut failure = Errno::ACCESS;
+        for access in attempts {
+            let call = open_call(file, shared.client.load(Ordering::Relaxed), *access, Claim::Handle);
+            let answer = shared.call(who, call).await.map_err(errno)?;
+            match opened(&answer) {
+                Ok(opened) => {
+                    self.note(shared, file, opened, *access, who);
+                    return Ok(());
+                }
+                Err(error) if error.status() == Some(Status::WRONG_TYPE) => return Err(Errno::NXIO),
+                Err(error) if error.status() == Some(Status::SYMLINK) => return Err(Errno::LOOP),
+                Err(error) => failure = errno(error),
+            }
+            if failure != Errno::ACCESS {
+                return Err(failure);
+            }
+        }
+        // Its owner may read and write it in any case, without having it open on the server.
+        if access == 0 { Ok(()) } else { Err(failure) }
+    }
+
+    fn note(&self, shared: &Shared, file: &Arc<OpenFile>, opened: Opened, access: u32, who: &Credentials) {
+        let mut state = file.state();
+        state.stateid = Some(opened.stateid);
+        state.access |= access;
+        state.who = Some(who.clone());
+        drop(state);
+        if let Some(stateid) = opened.delegation {
+            shared.tell(Event::Delegated(file.handle.clone(), stateid));
+        }
+    }
+
+    /// A file has been made and opened. It stays open for a moment, for its creator.
+    pub(super) fn note_made(&self, shared: &Shared, handle: &Handle, opened: Opened, who: &Credentials) {
+        let file = self.find_or_insert(handle, who.uid);
+        self.note(shared, &file, opened, READ | WRITE, who);
+        shared.tell(Event::Made(file));
+    }
+
+    /// Whether any file is open on the server that nobody here has open.
+    pub(super) fn any_unused(&self) -> bool {
+        self.files().values().any(|file| file.state().guards == 0)
+    }
+
+    /// Waits until a file is closed that nobody here has open any more and nobody has just made.
+    pub(super) async fn settle_closed(&self, shared: &Arc<Shared>, handle: &Handle) {
+        for file in self.of_all_users(handle) {
+            if file.state().is_to_be_closed {
+                self.close(shared, &file).await;
+            }
+        }
+    }
+
+    /// Closes a file at once, for all users who do not have it open here.
+    pub(super) async fn settle(&self, shared: &Arc<Shared>, handle: &Handle) {
+        for file in self.of_all_users(handle) {
+            self.close(shared, &file).await;
+        }
+    }
+
+    /// Closes a file, unless it is in use.
+    pub(super) async fn close(&self, shared: &Arc<Shared>, file: &Arc<OpenFile>) {
+        let _turn = file.turn.lock().await;
+        let (stateid, who) = {
+            let mut state = file.state();
+            if state.guards > 0 {
+                return;
+            }
+            (state.stateid.take(), state.who.clone())
+        };
+        if let Some(stateid) = stateid {
+            let close = Compound::new().then(op::PUTFH, |out| out.opaque(&file.handle)).then(op::CLOSE, |out| {
+                out.u32(0);
+                out.fixed(&stateid);
+            });
+            let who = who.as_ref().unwrap_or(&shared.machine);
+            if let Err(error) = shared.call(who, close.that_changes()).await.and_then(|answer| {
+                let mut results = answer.results()?;
+                results.next("PUTFH")?;
+                results.next("CLOSE").map(drop)
+            }) {
+                tracing::debug!(%error, "closing a file on the NFS server");
+            }
+        }
+        self.remove(file);
+    }
+
+    /// Opens a file once more whose state the server does not know any more; `in_session` while requests of others wait.
+    pub(super) async fn reopen(
+        &self,
+        shared: &Arc<Shared>,
+        file: &Arc<OpenFile>,
+        in_session: Option<&Arc<Session>>,
+        claim: Claim,
+    ) -> Result<()> {
+        let (access, who) = {
+            let state = file.state();
+            let Some(who) = state.who.clone().filter(|_| state.stateid.is_some()) else { return Ok(()) };
+            (state.access, who)
+        };
+        let client = shared.client.load(Ordering::Relaxed);
+        let call = open_call(file, client, access, claim);
+        let answer = match in_session {
+            None => shared.call(&who, call).await?,
+            Some(session) => {
+                let answer = shared.exchange_in(session, &who, call).await?;
+                answer.ok_or(ClientError::Status { operation: "SEQUENCE", status: Status::BADSESSION.0 })?
+            }
+        };
+        let opened = opened(&answer)?;
+        self.note(shared, file, opened, access, &who);
+        Ok(())
+    }
+
+    /// The server has given up the state of a file: it is opened again, in turn with others who open and close it.
+    pub(super) async fn renew(&self, shared: &Arc<Shared>, file: &Arc<OpenFile>) {
+        let _turn = file.turn.lock().await;
+        let Some(stateid) = file.state().stateid else { return };
+        let test = Compound::new().then(op::TEST_STATEID, |out| out.array(&[stateid], |out, s| out.fixed(s)));
+        let tested = shared.call(&shared.machine, test).await.and_then(|answer| {
+            let mut results: Results<'_> = answer.results()?;
+            Ok(results.next("TEST_STATEID")?.array(1, Decoder::u32)?)
+        });
+        if matches!(tested.as_deref(), Ok([0])) {
+            return;
+        }
+        let free = Compound::new().then(op::FREE_STATEID, |out| out.fixed(&stateid));
+        drop(shared.call(&shared.machine, free.that_changes()).await);
+        if let Err(error) = self.reopen(shared, file, None, Claim::Handle).await {
+            tracing::warn!(%error, "a file that was open on the NFS server cannot be opened again");
+            file.state().stateid = None;
+        }
+    }
+
+    /// As [`Opens::renew`], of the file as a user has it open, if its stateid is still this one.
+    pub(super) async fn renew_stateid(&self, shared: &Arc<Shared>, handle: &Handle, uid: u32, stateid: Stateid) {
+        if let Some(file) = self.find(handle, uid)
+            && file.state().stateid == Some(stateid)
+        {
+            self.renew(shared, &file).await;
+        }
+    }
+
+    /// After a restart of the server: opens all files again, before requests of others begin.
+    pub(super) async fn reclaim(&self, shared: &Arc<Shared>, session: &Arc<Session>) -> Result<()> {
+        for file in self.all() {
+            let reclaimed = match self.reopen(shared, &file, Some(session), Claim::Previous).await {
+                Err(error) if matches!(error.status(), Some(Status::NO_GRACE | Status::RECLAIM_BAD)) => {
+                    self.reopen(shared, &file, Some(session), Claim::Handle).await
+                }
+                reclaimed => reclaimed,
+            };
+            match reclaimed {
+                Ok(()) => {}
+                Err(error @ ClientError::Status { operation: "OPEN" | "PUTFH", .. }) => {
+                    tracing::warn!(%error, "a file that was open before the restart of the NFS server cannot be opened again");
+                    file.state().stateid = None;
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Decodes a handle.
+pub(super) fn get_handle(d: &mut Decoder<'_>) -> Result<Handle> {
+    Ok(d.opaque(HANDLE_MAX)?.into())
+}
