@@ -14,6 +14,7 @@ mod nfs;
 mod nfs_conformance;
 mod nfs_identity;
 mod nfs_krb5;
+mod nfs_remote;
 mod nfs_state;
 mod random_trees;
 mod safety;

@@ -127,7 +127,7 @@ static DISK: LazyLock<Vec<Key>> = LazyLock::new(|| {
 /// The keys of `[[nfs.share]]`.
 const SHARE: &[Key] = &[
     Key::required("name", "What clients call it: they mount `/NAME`"),
-    Key::required("dir", "The directory to share, or `mem:SIZE`"),
+    Key::required("dir", "The directory to share, `mem:SIZE`, or `nfs://HOST[:PORT]/PATH` of another NFS server"),
     Key::new("read-only", Kind::Flag, "false", "Read-only"),
     Key::new("async", Kind::Flag, "false", "A loss of power may take back names that clients have been told of"),
     Key::new(
@@ -136,6 +136,7 @@ const SHARE: &[Key] = &[
         "cached",
         "`cached`: data goes through the page cache; `direct`: past it, where it begins and ends at a multiple of 4 KiB",
     ),
+    Key::new("proto", Kind::Text, "tcp", "How another NFS server is reached: `tcp` or `rdma`"),
     Key::new("squash", Kind::Text, "root", "Which users of clients count as nobody: `root`, `all` or `none`"),
     Key::new(
         "sec",
