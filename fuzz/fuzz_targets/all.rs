@@ -3,7 +3,7 @@
 
 use std::sync::OnceLock;
 
-const TARGETS: [(&str, fn(&[u8])); 15] = [
+const TARGETS: [(&str, fn(&[u8])); 16] = [
     // Login requests and text keys of a hostile iSCSI initiator.
     ("iscsi_login", thruway_block::iscsi::fuzzing::login),
     // Messages of a peer that are right but for a field here and there.
@@ -18,6 +18,8 @@ const TARGETS: [(&str, fn(&[u8])); 15] = [
     ("nfs3_operations", thruway_nfs::fuzzing::operations_of_version_3),
     // Operations of a hostile client of NFS version 4 with a session.
     ("nfs4_operations", thruway_nfs::fuzzing::operations),
+    // Results of a hostile server of NFS version 4.
+    ("nfs4_results", thruway_nfs::fuzzing::results),
     // Messages from another relay.
     ("relay_messages", thruway_relay::fuzzing::messages),
     ("rftp_journal", thruway_transfer::fuzzing::journal),

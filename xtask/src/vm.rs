@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
 /// Debian packages that guests, and the building of their kernel, use.
-pub(crate) const PACKAGES: [&str; 36] = [
+pub(crate) const PACKAGES: [&str; 38] = [
     "acl",
     "bc",
     "bindfs",
@@ -37,6 +37,8 @@ pub(crate) const PACKAGES: [&str; 36] = [
     "librdmacm-dev",
     "nbd-client",
     "nfs-common",
+    "nfs-ganesha",
+    "nfs-ganesha-vfs",
     "nfs-kernel-server",
     "nfs4-acl-tools",
     "open-iscsi",
@@ -199,16 +201,18 @@ fn test_longer(filter: &str, variable: &str, patience: u32) -> Result<(), String
     let built = build_tests()?;
     let (verbs_tests, stream_tests) =
         (built_test(&built, "fabric", "main")?, built_test(&built, "streams", "streams")?);
+    let nfs_tests = built_test(&built, "thruway", "main")?;
     let tests = tests(filter)?;
     if tests.is_empty() {
         return Err(format!("no guest test has '{filter}' in its name"));
     }
     run_with("fio's engine", "bash", &["crates/fio/build"], &[("PROFILE", "dev")])?;
     let environment = format!(
-        "set -euo pipefail; export {variable} THRUWAY='{}' VERBS_TESTS='{}' STREAM_TESTS='{}' FIO_ENGINE='{}' PEERS_PY='{}'; . '{}'",
+        "set -euo pipefail; export {variable} THRUWAY='{}' VERBS_TESTS='{}' STREAM_TESTS='{}' NFS_TESTS='{}' FIO_ENGINE='{}' PEERS_PY='{}'; . '{}'",
         top().join("target/debug/thruway").display(),
         verbs_tests.display(),
         stream_tests.display(),
+        nfs_tests.display(),
         top().join("target/debug/thruway-fio.so").display(),
         top().join("crates/thruway/tests/sockets/peers.py").display(),
         top().join("testbed/lib.sh").display(),
