@@ -388,10 +388,10 @@ impl Encoder {
         self.bulk.truncate(to.bulk);
     }
 
-    /// A copy, to be sent once more. Bulk items in segments become shared ones, here and in the copy.
+    /// Copies the stream. Segments of bulk items become shared between both.
     ///
     /// # Panics
-    /// If a bulk item is lent.
+    /// If the memory of a bulk item belongs to another owner.
     pub fn again(&mut self) -> Encoder {
         let bulk = self.bulk.iter_mut().map(|(at, body)| (*at, body.again())).collect();
         Encoder { bytes: self.bytes.clone(), bulk }

@@ -33,7 +33,7 @@ pub enum Body {
     Empty,
     /// In segments, which are released when they have been sent.
     Segments(SmallVec<[Segment; 1]>),
-    /// In a segment that others can read at the same time, and that is released when all have been sent.
+    /// Part of a segment that several messages share.
     Shared(Arc<Segment>, Range<usize>),
     /// In memory of its own.
     Bytes(Vec<u8>),
@@ -99,10 +99,10 @@ impl Body {
         }
     }
 
-    /// A copy, to be sent once more. A segment becomes a shared one, here and in the copy.
+    /// Copies the body. A segment becomes shared between both.
     ///
     /// # Panics
-    /// If it is lent, or in more than one segment.
+    /// If the body has several segments, or its memory belongs to another owner.
     pub fn again(&mut self) -> Body {
         if let Body::Segments(segments) = self {
             assert!(segments.len() <= 1, "a body of several segments cannot be sent again");

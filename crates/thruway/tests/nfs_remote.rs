@@ -57,7 +57,7 @@ fn a_directory_of_another_server_keeps_the_contract_of_file_systems() {
     }
 }
 
-/// Removes what a failed or passed suite has left in the share `d`.
+/// Empties the share `d`, whose directories contain files only.
 fn empty(at: &str) {
     let options = options(at, "d");
     on_reactor(move || async move {
@@ -83,7 +83,7 @@ fn empty(at: &str) {
     });
 }
 
-/// Forwards connections to a server, each for a random number of bytes; then it is cut. Returns its address.
+/// A proxy that cuts each connection after a random number of bytes. Returns its address.
 fn cutting_proxy(server: &str, seed: u64) -> String {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let at = listener.local_addr().unwrap().to_string();
@@ -113,7 +113,7 @@ fn cutting_proxy(server: &str, seed: u64) -> String {
     at
 }
 
-/// Connections are cut at any moment, in requests and in replies: every operation happens once, so the contract is kept.
+/// Connections are cut in requests and replies. The contract holds, because each request is executed once.
 #[test]
 fn cut_connections_are_not_noticed() {
     let lab = Lab::new();
@@ -159,7 +159,7 @@ async fn segment(bytes: &[u8]) -> Segment {
     segment
 }
 
-/// A server is killed again and again while a file is written that is open; then all of it is there, and the file is still open.
+/// The server is killed again and again while an open file is written. No data is lost, and the file stays open.
 #[test]
 fn what_is_open_survives_kills_of_the_server() {
     const BLOCK: usize = 8192;
@@ -228,7 +228,7 @@ fn what_is_open_survives_kills_of_the_server() {
     daemon.expect("it runs").stop();
 }
 
-/// Runs a daemon that fails to start; what it says.
+/// Starts a daemon that must fail. Returns its error output.
 fn refused(lab: &Lab, share: &str) -> String {
     let state = lab.path("refused");
     let out = run(THRUWAY, &["serve", "--nfs", "127.0.0.1:0", "--state", text(&state), "--share", share]);
@@ -251,7 +251,7 @@ fn a_server_or_directory_that_is_not_there_is_named() {
     assert!(gone.contains(&format!("nfs://{at}/d: ")) && gone.contains("refused"), "{gone}");
 }
 
-/// What clients of version 3 and 4 do to a share of a share, over TCP and over RDMA between the two servers.
+/// Clients of versions 3 and 4 use a share whose directory is reached over RDMA.
 #[test]
 fn a_share_is_shared_again_over_rdma() {
     let lab = Lab::new();

@@ -1,6 +1,6 @@
 //! Tests of the contract of [`FileSystem`], for every implementation (feature `conformance`).
 //!
-//! A failed case panics. What an implementation lacks is a list of names of cases; a listed case that passes is an error, too.
+//! Each case has a name. An implementation lists the cases that it fails; a listed case that passes is an error, too.
 
 use crate::*;
 use futures_util::FutureExt;
@@ -149,7 +149,7 @@ impl Subject<'_> {
         self.remove(OWNER, dir, "file", false).await.unwrap();
     }
 
-    /// The rights of a file that is open were checked when it was opened.
+    /// Permissions are checked when a file is opened, not later.
     async fn open_files_keep_their_rights(&self, dir: &FileId) {
         let file = self.make(OWNER, dir, "file", Make::NewFile, mode(0o644)).await.unwrap();
         self.write(OWNER, false, &file, 0, b"data").await.unwrap();
@@ -162,7 +162,7 @@ impl Subject<'_> {
         self.remove(OWNER, dir, "file", false).await.unwrap();
     }
 
-    /// Who has made a file may use it as it was opened, whatever its mode.
+    /// The creator of a file may read and write it, whatever its mode.
     async fn new_files_are_open_for_their_makers(&self, dir: &FileId) {
         let file = self.make(OWNER, dir, "file", Make::NewFile, mode(0o444)).await.unwrap();
         let (guard, _) = self.0.open(&who(OWNER), &file, Rights::default()).await.unwrap();
@@ -385,7 +385,7 @@ cases! {
     entries_are_listed_once
 }
 
-/// Tries all cases with an empty file system whose root directory belongs to root.
+/// Runs all cases on an empty file system whose root directory belongs to root.
 ///
 /// # Panics
 /// If a case fails that is not among `lacks`, or one of those passes. Messages of failed cases are printed before.

@@ -1,4 +1,4 @@
-//! Attributes of files as a server of version 4 sends them (`fattr4`), and as it is asked to set them.
+//! Attributes of files in version 4 (`fattr4`): decoding those of a server, and encoding those to be set.
 
 use crate::client::{ClientError, Handle, Result};
 use crate::v4::attributes::number::*;
@@ -12,10 +12,10 @@ pub(super) const HANDLE_MAX: u32 = 128;
 /// Longest name of an owner.
 const OWNER_MAX: u32 = 1024;
 
-/// User and group of files whose owners this host does not know.
+/// User and group of files with unknown owners.
 const NOBODY: u32 = 65_534;
 
-/// The attributes that are asked for of each file.
+/// Requested attributes of a file.
 pub(super) fn of_files() -> Bitmap {
     Bitmap::of(&[
         TYPE,
@@ -36,7 +36,7 @@ pub(super) fn of_files() -> Bitmap {
     ])
 }
 
-/// The attributes that are asked for of each entry of a directory.
+/// Requested attributes of an entry of a directory.
 pub(super) fn of_entries(with_files: bool) -> Bitmap {
     let mut wanted = if with_files { of_files() } else { Bitmap::of(&[FILEID, MOUNTED_ON_FILEID]) };
     if with_files {
@@ -47,7 +47,7 @@ pub(super) fn of_entries(with_files: bool) -> Bitmap {
     wanted
 }
 
-/// The attributes that say how full a file system is.
+/// Requested attributes of a file system.
 pub(super) fn of_usage() -> Bitmap {
     Bitmap::of(&[FILES_AVAIL, FILES_FREE, FILES_TOTAL, SPACE_AVAIL, SPACE_FREE, SPACE_TOTAL])
 }
@@ -76,7 +76,7 @@ impl Owner {
     }
 }
 
-/// What a server has said of a file.
+/// Decoded attributes of a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Described {
     /// Without the numbers of the file system, and with owners that are numbers.
@@ -86,10 +86,10 @@ pub(super) struct Described {
     /// Number of the file system on the server.
     pub fsid: (u64, u64),
     pub handle: Option<Handle>,
-    /// Status, if nothing else could be told.
+    /// Status instead of attributes.
     pub error: Option<u32>,
     pub usage: Usage,
-    /// Time for which the server keeps what a silent client has open, in seconds.
+    /// Lease time of the server, in seconds.
     pub lease_seconds: u32,
 }
 
@@ -162,7 +162,7 @@ impl Described {
                 FILEHANDLE => described.handle = Some(v.opaque(HANDLE_MAX)?.into()),
                 FILEID => a.number = v.u64()?,
                 FILES_AVAIL => usage.files_free = v.u64()?,
-                // The free files that only root may make are not told apart.
+                // The same as the available ones.
                 FILES_FREE => drop(v.u64()?),
                 FILES_TOTAL => usage.files = v.u64()?,
                 MODE => a.mode = v.u32()? & 0o7777,
@@ -178,7 +178,7 @@ impl Described {
                 TIME_METADATA => a.changed = get_time(v)?,
                 TIME_MODIFY => a.modified = get_time(v)?,
                 MOUNTED_ON_FILEID => mounted_on = Some(v.u64()?),
-                // It was not asked for, and its length is not known.
+                // Not requested, and of unknown length.
                 value => return Err(ClientError::Malformed(DecodeError::Invalid { value })),
             }
         }

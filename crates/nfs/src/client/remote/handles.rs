@@ -1,7 +1,7 @@
 //! Ids of files for the server's handles.
 //!
-//! An id has less room than a handle ([`FILE_ID_MAX`]). A short handle is its id. A long one is kept in a table under its hash, which is
-//! its id. Clients of a share keep ids for years, so the table is a file where there is a state directory.
+//! An id is shorter than the longest handle ([`FILE_ID_MAX`]). The id of a short handle contains the handle. The id of a long handle is its
+//! hash, and a table contains the handle. Clients keep ids for years, so the table is a file.
 
 use crate::client::Handle;
 use quick_cache::sync::Cache;
@@ -18,13 +18,13 @@ use thruway_vfs::{FILE_ID_MAX, FileId};
 /// Hash of a handle to the handle.
 const HANDLES: TableDefinition<'_, &[u8], &[u8]> = TableDefinition::new("handles");
 
-/// First byte of ids: what follows is the handle, or its hash.
+/// First byte of an id: a handle follows, or the hash of one.
 const SHORT: u8 = 0;
 const LONG: u8 = 1;
 const HASH: usize = 32;
 const _: () = assert!(HASH < FILE_ID_MAX);
 
-/// Handles that are kept in memory, beside those that are not written yet.
+/// Maximum number of written handles in memory.
 const RECENT_MAX: usize = 64 << 10;
 
 /// Memory for pages of the table.
@@ -35,7 +35,7 @@ type Hash = [u8; HASH];
 /// Long handles by their hashes.
 pub(super) struct Handles {
     recent: Cache<Hash, Handle>,
-    /// Not written yet. Without a file, all of them.
+    /// Handles that are not written yet. Without a file, all handles.
     unwritten: Mutex<HashMap<Hash, Handle>>,
     database: Option<Arc<Database>>,
     workers: Workers,
@@ -52,7 +52,7 @@ impl Handles {
             None => None,
             Some(path) => {
                 let database = Database::builder().set_cache_size(CACHE_BYTES).create(path).map_err(failed)?;
-                // The table is there before it is read.
+                // Creates the table, so that it can be read.
                 let begun = database.begin_write().map_err(failed)?;
                 drop(begun.open_table(HANDLES).map_err(failed)?);
                 begun.commit().map_err(failed)?;
@@ -104,7 +104,7 @@ impl Handles {
         Ok(handle)
     }
 
-    /// Writes what has been added. Blocks.
+    /// Writes new handles to the file. Blocks.
     pub(super) fn write(&self) {
         let Some(database) = &self.database else { return };
         let added: Vec<(Hash, Handle)> =

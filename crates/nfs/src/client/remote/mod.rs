@@ -50,25 +50,25 @@ pub struct NfsOptions {
     pub rdma: Option<ChooseRdma>,
     /// Names from the root of the server's shares to the directory.
     pub path: Vec<Vec<u8>>,
-    /// Name of the client, for the server: unique, and the same after a restart, so that the server gives up what the earlier run had.
+    /// Name of the client: unique, and the same after a restart, so that the server frees the state of the earlier run.
     pub owner: Vec<u8>,
-    /// File for the server's long handles. Without one, clients of a share with such handles look up their files again after a restart.
+    /// File for long handles of the server. Without one, long handles are stale after a restart.
     pub handles: Option<PathBuf>,
 }
 
-/// Writes to a file in progress or not flushed, of which this many files are remembered.
+/// Maximum number of files whose last writers are known.
 const WRITERS_MAX: usize = 64 << 10;
 
-/// Directories whose listings' verifiers are remembered.
+/// Maximum number of directories whose verifiers of listings are known.
 const VERIFIERS_MAX: usize = 4096;
 
-/// Bytes of an entry of a listing with all attributes, beside its name; from above.
+/// Upper bound of the size of an entry of a listing with all attributes and without the name, in bytes.
 const ENTRY_BYTES: usize = 400;
 
 /// Longest reply to a listing.
 const LISTING_MAX: usize = 256 << 10;
 
-/// How often a request is repeated whose file the server has forgotten to be open.
+/// Maximum number of repetitions of a request because the server has lost the open of its file.
 const REOPENS: usize = 3;
 
 /// Interval between writes of new handles to their file.
@@ -76,27 +76,28 @@ const HANDLES_INTERVAL: Duration = Duration::from_millis(100);
 
 /// A directory of an NFS server.
 ///
-/// Every operation is done on the server, which checks the rights of its user (`AUTH_SYS`); nothing is cached. While the server does not
-/// answer, operations that change something wait, and all others fail with `EAGAIN` after half a minute. After a restart of the
-/// server, what was open is open again.
+/// Every operation is executed by the server, which checks the rights of its user (`AUTH_SYS`). Nothing is cached. While the server does not
+/// answer, operations that change something wait, and all others fail with `EAGAIN` after 30 s. After a restart of the server, files that
+/// were open are opened again.
 ///
-/// What the contract of [`FileSystem`] promises beyond the protocol is promised as far as the server does it:
-/// - rights to data of files that are not open ([`As::is_open`]) are the server's matter;
-/// - a file without a name is there until it is closed only if the server keeps it;
-/// - locks and delegations are not known to the server's other clients.
+/// These parts of the contract of [`FileSystem`] depend on the server:
+/// - rights to data, of files that are open ([`As::is_open`]) and of others;
+/// - the existence of a file without a name until it is closed.
+///
+/// Other clients of the server do not know the locks and delegations of this host's clients.
 pub struct NfsFileSystem {
     shared: Arc<Shared>,
     opens: Arc<Opens>,
     handles: Arc<Handles>,
     users: Users,
     root: Handle,
-    /// Number for clients, and the server's number of the directory's file system.
+    /// Number of the file system for clients, and on the server.
     fsid: u64,
     root_fsid: (u64, u64),
-    /// The server's verifier of writes, and how often it has changed.
+    /// Write verifier of the server, and the number of its changes.
     verifier: Mutex<Option<[u8; 8]>>,
     verifiers_seen: AtomicU64,
-    /// Who has written to a file last: as that user it is flushed.
+    /// Last writer of each file. A flush is executed as this user.
     writers: Mutex<HashMap<Handle, Credentials>>,
     /// Verifiers of listings.
     listings: Mutex<HashMap<Handle, [u8; 8]>>,
@@ -104,10 +105,10 @@ pub struct NfsFileSystem {
 }
 
 impl NfsFileSystem {
-    /// Connects to the server and finds the directory. Blocks.
+    /// Connects to the server and looks up the directory. Blocks.
     ///
     /// # Errors
-    /// If no address answers, the server does not serve version 4.1, or there is no such directory.
+    /// If no address answers, the server does not support version 4.1, or there is no such directory.
     pub fn open(options: NfsOptions) -> io::Result<NfsFileSystem> {
         let (events, heard) = mpsc::unbounded_channel();
         let process = Credentials {
@@ -179,10 +180,10 @@ impl NfsFileSystem {
         self.shared.call(who, compound).await.map_err(errno)
     }
 
-    /// Number of a user or a group that is said by a name.
+    /// Number of a user or a group with this name; `None` if the server has sent a number.
     async fn number(&self, owner: &Owner, is_group: bool) -> Result<Option<u32>> {
         let Owner::Name(name) = owner else { return Ok(None) };
-        // The server's names are one party's, like a client's.
+        // All names count as those of one client.
         const SERVER: Origin = Origin::User(0);
         let found = match is_group {
             true => self.users.group_named(SERVER, name).await,
@@ -191,7 +192,7 @@ impl NfsFileSystem {
         found.map_err(|_| Errno::AGAIN)
     }
 
-    /// What there is to know of a file, for clients.
+    /// Attributes for clients: with numbers of owners, and with the number of this file system.
     async fn attributes_of(&self, described: Described) -> Result<Attributes> {
         let mut attributes = described.attributes;
         if let Some(uid) = self.number(&described.owner, false).await? {
@@ -222,7 +223,7 @@ impl NfsFileSystem {
         Ok((self.handles.id(&handle), attributes))
     }
 
-    /// Asks about a file as a user, whose stateid the second argument is.
+    /// Executes a request about a file with the stateid of the user's open. If the server has lost the open, opens the file again.
     async fn call_open(
         &self,
         user: As<'_>,
@@ -249,7 +250,7 @@ impl NfsFileSystem {
         }
     }
 
-    /// The server has said this verifier: with another one than before, what was not flushed may be lost.
+    /// Records the verifier of a reply. If it has changed, unflushed data may be lost.
     fn note_verifier(&self, said: [u8; 8]) {
         let mut known = self.verifier.lock().expect("no panics under the lock");
         if known.replace(said).is_some_and(|before| before != said) {
@@ -375,7 +376,7 @@ impl NfsFileSystem {
         Ok((self.handles.id(&handle), attributes))
     }
 
-    /// A file that is there is taken instead, and cut.
+    /// Takes an existing file instead of a new one, and truncates it.
     async fn take_file(
         &self,
         who: &Credentials,
@@ -424,7 +425,7 @@ fn skip_change(d: &mut Decoder<'_>) -> crate::client::Result<()> {
     Ok(())
 }
 
-/// Names of entries that no operation takes.
+/// Checks the name of an entry.
 fn check_name(name: &[u8]) -> Result<()> {
     if name.is_empty() || name.iter().any(|byte| matches!(byte, b'/' | 0)) {
         return Err(Errno::INVAL);
@@ -567,7 +568,7 @@ impl FileSystem for NfsFileSystem {
     fn open<'a>(&'a self, who: &'a Credentials, file: &'a FileId, wanted: Rights) -> Op<'a, (OpenGuard, Attributes)> {
         Box::pin(async move {
             let handle = self.handle(file).await?;
-            // What is opened is noted also if nobody waits for the end.
+            // In a task of its own: the open is recorded, and closed again, also if the caller stops waiting.
             let opening = {
                 let (shared, opens, who) = (Arc::clone(&self.shared), Arc::clone(&self.opens), who.clone());
                 let handle = handle.clone();
@@ -589,7 +590,7 @@ impl FileSystem for NfsFileSystem {
             let wanted = segment.len();
             let read_max = self.session_limits().0;
             let (mut filled, mut is_end, mut attributes) = (0, false, None);
-            // The server's limit is the largest offset of Linux.
+            // Linux's server refuses larger offsets.
             if at_byte > i64::MAX as u64 {
                 let attributes = self.attributes(file).await?;
                 drop(segment.split_off(0));
@@ -672,7 +673,7 @@ impl FileSystem for NfsFileSystem {
                 if written < segment.len() {
                     continue;
                 }
-                // A server that has done less than it was asked for.
+                // The data is less stable than requested.
                 if committed < stability as u32 {
                     return self.flush(file).await;
                 }
@@ -748,7 +749,7 @@ impl FileSystem for NfsFileSystem {
             })?;
             results.next("PUTFH").map_err(errno)?;
             results.next("REMOVE").map_err(errno)?;
-            // It goes with its last name, if nobody has it open but this client, which has made it.
+            // A new file is still open for its creator: it is closed, so that it does not outlive its last name.
             self.opens.settle(&self.shared, &file).await;
             Ok(())
         })
@@ -929,7 +930,7 @@ impl FileSystem for NfsFileSystem {
                     [of_source, stateid].iter().for_each(|stateid| out.fixed(stateid));
                     [from.1, to.1, len].into_iter().for_each(|word| out.u64(word));
                     if !shared {
-                        // In order, and answered when it has been done; from this server.
+                        // Consecutive and synchronous, within this server.
                         [1, 1, 0].into_iter().for_each(|word| out.u32(word));
                     }
                 });
@@ -948,7 +949,7 @@ impl FileSystem for NfsFileSystem {
             let said = (|| Ok((d.array(1, |d| d.fixed::<16>().copied())?, d.u64()?, d.u32()?, *d.fixed::<8>()?)))();
             let (running, count, _committed, verifier) = said.map_err(|error: ClientError| errno(error))?;
             if !running.is_empty() {
-                // It was not to be answered before it has been done, and how it ends would be told by a call back.
+                // An asynchronous copy was not requested: its end would be reported by a callback.
                 return Err(Errno::IO);
             }
             self.note_verifier(verifier);
@@ -1035,12 +1036,12 @@ impl FileSystem for NfsFileSystem {
 const XATTR_MAX: usize = 64 << 10;
 
 impl NfsFileSystem {
-    /// Seeks, allocations and extended attributes came with minor version 2.
+    /// Fails if the server does not support minor version 2.
     fn check_minor_2(&self) -> Result<()> {
         if self.shared.minor.load(Ordering::Relaxed) >= 2 { Ok(()) } else { Err(Errno::OPNOTSUPP) }
     }
 
-    /// Asks for a change whose results say nothing more.
+    /// Executes a change whose results are only statuses.
     async fn changed(&self, who: &Credentials, compound: Compound, operations: &[&'static str]) -> Result<()> {
         let answer = self.call(who, compound.that_changes()).await?;
         let mut results = answer.results().map_err(errno)?;
@@ -1062,7 +1063,7 @@ fn get_listing(d: &mut Decoder<'_>) -> crate::client::Result<Said> {
         let cookie = d.u64()?;
         let name = d.opaque(4096)?.to_vec();
         let described = Described::decode(d)?;
-        // Clients on Linux take no larger cookies, and no name leads elsewhere.
+        // Linux's clients do not accept larger cookies.
         if cookie > i64::MAX as u64 || cookie < 3 || check_old_name(&name).is_err() {
             return Err(ClientError::Status { operation: "READDIR", status: Status::SERVERFAULT.0 });
         }
@@ -1070,13 +1071,13 @@ fn get_listing(d: &mut Decoder<'_>) -> crate::client::Result<Said> {
     }
     let is_end = d.bool()?;
     if entries.is_empty() && !is_end {
-        // It would be asked for again for ever.
+        // The next request would return the same.
         return Err(ClientError::Status { operation: "READDIR", status: Status::SERVERFAULT.0 });
     }
     Ok(Said { verifier, entries, is_end })
 }
 
-/// For the fuzzer: decodes what a server says, which must neither panic nor take much memory.
+/// Decodes results of a hostile server, for the fuzzer. Must neither panic nor allocate much memory.
 pub(crate) fn decode_results(first: u8, data: &[u8]) {
     let mut d = Decoder::new(data);
     for kind in u32::from(first).. {
@@ -1135,7 +1136,7 @@ mod tests {
     }
 
     proptest! {
-        /// What our server says of a file, our client understands.
+        /// The client decodes the attributes that our server encodes.
         #[test]
         fn attributes_come_back(file in files(), fsid in any::<(u64, u64)>(), handle in prop::collection::vec(any::<u8>(), 1..128)) {
             let described = attributes::Described {
@@ -1158,7 +1159,7 @@ mod tests {
             prop_assert!(d.finish().is_ok());
         }
 
-        /// What our client wants to set, our server understands.
+        /// Our server decodes the attributes that the client sets.
         #[test]
         fn changes_come_back(
             size in proptest::option::of(0..i64::MAX as u64),

@@ -1,7 +1,7 @@
 //! Files that are open on the server.
 //!
-//! Each user has an owner of opens on the server, as with Linux's clients: servers bind rights to the user who has opened a file. A file has
-//! one stateid per user, however often that user has it open here, and is closed when it has been closed as often.
+//! Each user is an open-owner of its own, as with Linux's clients, because servers check the user of an open. A file has one stateid per user,
+//! and is closed when the last guard of that user is dropped.
 
 use super::attributes::HANDLE_MAX;
 use super::recovery::Event;
@@ -24,18 +24,18 @@ pub(super) const WRITE: u32 = 2;
 /// Wish of an OPEN: no delegation.
 const WANT_NO_DELEGATION: u32 = 0x400;
 
-/// Stateid of a request for a file that is not open.
+/// Stateid of requests without an open.
 pub(super) const ANONYMOUS: Stateid = [0; 16];
 
-/// A stateid. Its first four bytes count its changes; zeros stand for the newest.
+/// A stateid. The first four bytes are its sequence number, 0 for the newest.
 pub(super) type Stateid = [u8; 16];
 
-/// How a file is found that is to be opened.
+/// Claim of an OPEN.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Claim {
     /// By its handle.
     Handle,
-    /// By its handle; it was open before the server was started.
+    /// By its handle: it was open before the restart of the server.
     Previous,
 }
 
@@ -43,7 +43,7 @@ pub(super) enum Claim {
 pub(super) struct OpenFile {
     handle: Handle,
     uid: u32,
-    /// Held while it is opened and closed on the server.
+    /// Held during an OPEN and a CLOSE.
     turn: tokio::sync::Mutex<()>,
     state: Mutex<OpenState>,
 }
@@ -51,12 +51,12 @@ pub(super) struct OpenFile {
 #[derive(Default)]
 struct OpenState {
     stateid: Option<Stateid>,
-    /// [`READ`] and [`WRITE`], as far as it is open for them.
+    /// Access of the open: [`READ`], [`WRITE`] or both.
     access: u32,
     guards: usize,
-    /// The last of those who had it open has closed it.
+    /// The last guard has been dropped.
     is_to_be_closed: bool,
-    /// Who has opened it last.
+    /// Credentials of the last open.
     who: Option<Credentials>,
 }
 
@@ -92,13 +92,13 @@ impl Drop for Guard {
 /// Result of an OPEN.
 pub(super) struct Opened {
     pub stateid: Stateid,
-    /// A delegation that was not asked for.
+    /// A delegation without a request.
     pub delegation: Option<Stateid>,
 }
 
 /// Arguments of an OPEN up to the claim, which follows.
 pub(super) fn put_open(out: &mut Encoder, client: u64, uid: u32, access: u32, put_creation: impl FnOnce(&mut Encoder)) {
-    // Version 4.1 does not count the opens of an owner; nothing is denied to others.
+    // No sequence number in version 4.1, and no deny mode.
     [0, access | WANT_NO_DELEGATION, 0].into_iter().for_each(|word| out.u32(word));
     out.u64(client);
     out.opaque(&uid.to_be_bytes());
@@ -122,7 +122,7 @@ pub(super) fn get_opened(d: &mut Decoder<'_>) -> Result<Opened> {
             Some(stateid)
         }
         3 => {
-            // Of two reasons, the server also says whether it will tell when they have gone.
+            // A flag follows two of the reasons.
             if matches!(d.u32()?, 1 | 2) {
                 d.bool()?;
             }
@@ -180,13 +180,13 @@ impl Opens {
         }
     }
 
-    /// A file as all users have it open.
+    /// The opens of a file by all users.
     fn of_all_users(&self, handle: &Handle) -> Vec<Arc<OpenFile>> {
         let range = (handle.clone(), 0)..=(handle.clone(), u32::MAX);
         self.files().range(range).map(|(_, file)| Arc::clone(file)).collect()
     }
 
-    /// Stateid for requests of a user about a file; that of no open if the user does not have it open.
+    /// Stateid of a user's open; [`ANONYMOUS`] if there is none.
     pub(super) fn stateid(&self, handle: &Handle, uid: u32) -> Stateid {
         self.find(handle, uid).and_then(|file| file.state().stateid).unwrap_or(ANONYMOUS)
     }
@@ -209,7 +209,7 @@ impl Opens {
             let file = self.find_or_insert(handle, who.uid);
             let _turn = file.turn.lock().await;
             if !self.contains(&file) {
-                // It has been closed meanwhile.
+                // It was closed in the meantime.
                 continue;
             }
             let made = access == 0 && file.state().stateid.is_some();
@@ -240,7 +240,7 @@ impl Opens {
         file: &Arc<OpenFile>,
         access: u32,
     ) -> thruway_vfs::Result<()> {
-        // The creator's rights are not checked here, but by the server: it gets what there is.
+        // The creator gets the access that the server grants.
         let attempts: &[u32] = if access == 0 { &[READ | WRITE, READ, WRITE] } else { &[access] };
         let mut failure = Errno::ACCESS;
         for access in attempts {
@@ -259,7 +259,7 @@ impl Opens {
                 return Err(failure);
             }
         }
-        // Its owner may read and write it in any case, without having it open on the server.
+        // Servers let the owner of a file read and write without an open.
         if access == 0 { Ok(()) } else { Err(failure) }
     }
 
@@ -274,19 +274,19 @@ impl Opens {
         }
     }
 
-    /// A file has been made and opened. It stays open for a moment, for its creator.
+    /// Records a file that was created, and is open. It stays open for a moment, for its creator.
     pub(super) fn note_made(&self, shared: &Shared, handle: &Handle, opened: Opened, who: &Credentials) {
         let file = self.find_or_insert(handle, who.uid);
         self.note(shared, &file, opened, READ | WRITE, who);
         shared.tell(Event::Made(file));
     }
 
-    /// Whether any file is open on the server that nobody here has open.
+    /// Whether any file is open on the server without a guard.
     pub(super) fn any_unused(&self) -> bool {
         self.files().values().any(|file| file.state().guards == 0)
     }
 
-    /// Waits until a file is closed that nobody here has open any more and nobody has just made.
+    /// Waits for the CLOSE of a file whose last guard has been dropped.
     pub(super) async fn settle_closed(&self, shared: &Arc<Shared>, handle: &Handle) {
         for file in self.of_all_users(handle) {
             if file.state().is_to_be_closed {
@@ -295,7 +295,7 @@ impl Opens {
         }
     }
 
-    /// Closes a file at once, for all users who do not have it open here.
+    /// Closes a file at once for all users without a guard.
     pub(super) async fn settle(&self, shared: &Arc<Shared>, handle: &Handle) {
         for file in self.of_all_users(handle) {
             self.close(shared, &file).await;
@@ -329,7 +329,7 @@ impl Opens {
         self.remove(file);
     }
 
-    /// Opens a file once more whose state the server does not know any more; `in_session` while requests of others wait.
+    /// Opens a file again whose stateid the server has lost; in a session that is not published yet, or else in the current one.
     pub(super) async fn reopen(
         &self,
         shared: &Arc<Shared>,
@@ -356,7 +356,7 @@ impl Opens {
         Ok(())
     }
 
-    /// The server has given up the state of a file: it is opened again, in turn with others who open and close it.
+    /// Opens a file again if the server has revoked its stateid.
     pub(super) async fn renew(&self, shared: &Arc<Shared>, file: &Arc<OpenFile>) {
         let _turn = file.turn.lock().await;
         let Some(stateid) = file.state().stateid else { return };
@@ -376,7 +376,7 @@ impl Opens {
         }
     }
 
-    /// As [`Opens::renew`], of the file as a user has it open, if its stateid is still this one.
+    /// As [`Opens::renew`], for the open of a user, if its stateid is still this one.
     pub(super) async fn renew_stateid(&self, shared: &Arc<Shared>, handle: &Handle, uid: u32, stateid: Stateid) {
         if let Some(file) = self.find(handle, uid)
             && file.state().stateid == Some(stateid)
@@ -385,7 +385,7 @@ impl Opens {
         }
     }
 
-    /// After a restart of the server: opens all files again, before requests of others begin.
+    /// Opens all files again after a restart of the server, before other requests begin.
     pub(super) async fn reclaim(&self, shared: &Arc<Shared>, session: &Arc<Session>) -> Result<()> {
         for file in self.all() {
             let reclaimed = match self.reopen(shared, &file, Some(session), Claim::Previous).await {

@@ -1,5 +1,5 @@
-//! The thread of a client: it makes sessions, keeps them alive, and recovers what was open when the server has been restarted or has
-//! given up the client (RFC 8881, section 8.4).
+//! The thread of a client: creates sessions, renews the lease, and opens files again after a restart of the server or the loss of the
+//! client (RFC 8881, section 8.4).
 
 use super::NfsOptions;
 use super::attributes::Described;
@@ -19,7 +19,7 @@ use thruway_rpc::server::{BULK_MAX, CALL_MAX};
 use thruway_rpc::xdr::Encoder;
 use tokio::sync::{Notify, mpsc};
 
-/// Longest reply that the server is to keep for a repeated request.
+/// Longest reply that the server keeps for repeated requests, in bytes.
 const CACHED_MAX: u32 = 4096;
 
 /// Most operations of a request.
@@ -28,10 +28,10 @@ const OPERATIONS: u32 = 16;
 /// Bytes of a request or a reply beside its data.
 const OVERHEAD: usize = 2048;
 
-/// Flags of EXCHANGE_ID: this client does not know pNFS; the server has known this client.
+/// Flag of EXCHANGE_ID: the client does not use pNFS.
 const USE_NON_PNFS: u32 = 0x1_0000;
 
-/// How long a new file stays open for its creator.
+/// Time for which a new file stays open for its creator.
 const MADE_FOR: Duration = Duration::from_secs(1);
 
 /// Shortest time between two checks of what is open.
@@ -40,37 +40,37 @@ const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 /// Longest time for the end of a session.
 const END_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// What the thread is told.
+/// A message to the thread.
 pub(super) enum Event {
-    /// The server does not know the session of this generation any more.
+    /// The server has ended the session of this generation.
     SessionLost(u64),
-    /// The server has given up state of the client in the session of this generation.
+    /// The server has revoked state of the client in the session of this generation.
     StateLost(u64),
     /// Nobody has the file open any more.
     Close(Arc<OpenFile>),
     /// The file has been made, and is open.
     Made(Arc<OpenFile>),
-    /// The server has delegated a file, which was not asked for.
+    /// The server has delegated a file without a request.
     Delegated(Handle, Stateid),
     /// The client ends.
     End,
 }
 
-/// What is known when the client has begun.
+/// Result of the start of a client.
 pub(super) struct Begun {
     pub root: Handle,
     pub described: Described,
-    /// Name of the server, the same after its restarts.
+    /// Identity of the server, which does not change in restarts.
     pub server: Vec<u8>,
 }
 
-/// The client of a server, as its thread has it.
+/// State of the thread.
 pub(super) struct Keeper {
     pub shared: Arc<Shared>,
     pub opens: Arc<Opens>,
     /// Name of the client: the same after restarts of this host.
     pub owner: Vec<u8>,
-    /// Distinguishes the runs of the client.
+    /// Random number of this run of the client.
     pub verifier: [u8; 8],
     /// Number of the client, and of its next CREATE_SESSION.
     client: Option<(u64, u32)>,
@@ -93,7 +93,7 @@ impl Keeper {
         }
     }
 
-    /// Makes the first session, and finds the directory.
+    /// Creates the first session and looks up the directory.
     pub(super) async fn begin(&mut self, options: &NfsOptions) -> Result<Begun> {
         let session = match self.make_session().await {
             Err(error) if error.status() == Some(Status::MINOR_VERS_MISMATCH) => {
@@ -122,7 +122,7 @@ impl Keeper {
         Ok(Begun { root, described, server: self.server.clone() })
     }
 
-    /// Makes a session of the client that the server knows, or else of a new one.
+    /// Creates a session of the known client; if the server has lost the client, of a new one.
     async fn make_session(&mut self) -> Result<Arc<Session>> {
         if let Some((client, sequence)) = self.client {
             match self.create_session(client, sequence).await {
@@ -169,11 +169,11 @@ impl Keeper {
         let create = Compound::new().then(op::CREATE_SESSION, |out| {
             out.u64(client);
             out.u32(sequence);
-            // Neither kept on disk nor with calls back.
+            // Neither persistent nor with a back channel.
             out.u32(0);
             limits(out, CALL_MAX as u32, SLOTS);
             limits(out, 4096, 1);
-            // A program for calls back, by AUTH_NONE; there are none.
+            // Callbacks by AUTH_NONE, of which there are none.
             [0x4000_0000, 1, 0].into_iter().for_each(|word| out.u32(word));
         });
         let reply = self.shared.call_alone(create).await?;
@@ -184,14 +184,14 @@ impl Keeper {
         let (request, response, _cached, _operations, slots) = (d.u32()?, d.u32()?, d.u32()?, d.u32()?, d.u32()?);
         let data = |most: u32| {
             let most = (most as usize).saturating_sub(OVERHEAD).min(BULK_MAX);
-            // Whole pages, if there is room for one.
+            // A multiple of 4 KiB, if possible.
             if most >= 4096 { most / 4096 * 4096 } else { most.max(512) }
         };
         self.generation += 1;
         Ok(Session::new(id, self.generation, slots, data(response), data(request)))
     }
 
-    /// Says that nothing more is reclaimed.
+    /// Ends the reclaims of the client.
     async fn complete(&self, session: &Arc<Session>) -> Result<()> {
         let complete = Compound::new().then(op::RECLAIM_COMPLETE, |out| out.bool(false));
         let Some(answer) = self.shared.exchange_in(session, &self.shared.machine, complete).await? else {
@@ -203,7 +203,7 @@ impl Keeper {
         }
     }
 
-    /// Makes a session, however long it takes.
+    /// Creates a session. Tries until it succeeds; `None` if the client ends before.
     async fn recover(&mut self, is_over: &Notify) -> Option<()> {
         let lost = self.shared.session();
         if let Some(session) = &lost {
@@ -221,7 +221,7 @@ impl Keeper {
                     tracing::info!(server = %String::from_utf8_lossy(&self.server), "session with the NFS server recovered");
                     self.shared.publish(Some(session));
                     if let Some(lost) = lost {
-                        // The server may know it all the same, and count it.
+                        // The server may have it still, and count it.
                         drop(self.destroy_session(&lost).await);
                     }
                     return Some(());
@@ -236,11 +236,11 @@ impl Keeper {
         }
     }
 
-    /// Keeps the client alive until it is ended.
+    /// Runs until the client ends.
     pub(super) async fn keep(mut self, mut events: mpsc::UnboundedReceiver<Event>) {
         let is_over = Rc::new(Notify::new());
         let (sender, mut rest) = mpsc::unbounded_channel();
-        // Also during a recovery, the end is heard at once.
+        // The end is noticed also during a recovery.
         let over = Rc::clone(&is_over);
         tokio::task::spawn_local(async move {
             while let Some(event) = events.recv().await {
@@ -319,7 +319,7 @@ impl Keeper {
         Results::of(&reply)?.next("DESTROY_SESSION").map(drop)
     }
 
-    /// Tells the server that the client ends.
+    /// Closes all files, and ends the client on the server.
     async fn end(&self) {
         let Some(session) = self.shared.session() else { return };
         for file in self.opens.all() {

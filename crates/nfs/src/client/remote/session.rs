@@ -1,8 +1,8 @@
 //! Calls in a session of minor version 1 or 2 (RFC 8881, section 2.10), from any reactor.
 //!
-//! Each reactor has a connection of its own, and all of them share the session with its slots. A request keeps its slot until the server
-//! has answered it: after a lost connection it is sent again with the same number, so the server executes it once. [`super::recovery`]
-//! makes the sessions.
+//! Each reactor has a connection of its own. All connections share the session and its slots. A request keeps its slot until it has been
+//! answered. After a lost connection it is sent again with the same sequence number, so the server executes it once. [`super::recovery`]
+//! creates the sessions.
 
 use super::super::compound::{Compound, Results};
 use super::super::{ClientError, Result, UserCredential};
@@ -26,25 +26,25 @@ use thruway_vfs::Credentials;
 use tokio::net::TcpSocket;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, watch};
 
-/// Longest time for which a reply is waited for on one connection.
+/// Maximum time for a reply; then the connection is replaced.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// Longest time for a connection to be established.
+/// Maximum time for a new connection.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Time between two attempts to reach a server that does not answer.
+/// Interval between attempts to reach the server.
 pub(super) const RETRY_INTERVAL: Duration = Duration::from_millis(500);
 
-/// Shortest and longest time after which a request is repeated that the server has put off (`NFS4ERR_DELAY`, `NFS4ERR_GRACE`).
+/// Shortest and longest delay before a repetition after `NFS4ERR_DELAY` or `NFS4ERR_GRACE`.
 const DELAYS: (Duration, Duration) = (Duration::from_millis(20), Duration::from_secs(2));
 
-/// Longest time that an operation which changes nothing waits for the server; then the caller is to ask again.
+/// Maximum time of an operation that changes nothing; then it fails with `NFS4ERR_DELAY`.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Requests in progress at a time that are asked for.
+/// Number of slots that the client requests.
 pub(super) const SLOTS: u32 = 64;
 
-/// Flags of a reply to SEQUENCE that say that the server has given up state: all, some, by its administrator, or in a restart.
+/// Flags of SEQUENCE for state that the server has lost: all expired, some expired, revoked by the administrator, restart.
 const STATE_LOST: u32 = 0x8 | 0x10 | 0x20 | 0x100;
 
 /// A session.
@@ -54,10 +54,10 @@ pub(super) struct Session {
     pub generation: u64,
     /// Highest slot.
     highest: u32,
-    /// Free slots, with the number of the last request of each.
+    /// Free slots, each with its last sequence number.
     free: Mutex<Vec<(u32, u32)>>,
     turns: Arc<Semaphore>,
-    /// Longest data of a READ and a WRITE, in bytes.
+    /// Maximum size of a READ and of a WRITE, in bytes.
     pub read_max: usize,
     pub write_max: usize,
 }
@@ -83,7 +83,7 @@ impl Session {
         Some(Slot { of: Arc::clone(self), slot, sequence: last, _turn: turn })
     }
 
-    /// No more requests begin, and those that wait for a slot go to the next session.
+    /// Ends the session here: requests that wait for a slot go to the next session.
     pub(super) fn end(&self) {
         self.turns.close();
     }
@@ -93,11 +93,11 @@ impl Session {
     }
 }
 
-/// A slot in use. The server's reply to its request is known when it is given back.
+/// A slot in use. It is returned when its request has been answered.
 struct Slot {
     of: Arc<Session>,
     slot: u32,
-    /// Number of the last request that was answered.
+    /// Sequence number of the last request that was answered.
     sequence: u32,
     _turn: OwnedSemaphorePermit,
 }
@@ -132,7 +132,7 @@ impl Answer {
 /// How a server is reached over RDMA.
 pub type ChooseRdma = Arc<dyn Fn(SocketAddr) -> io::Result<RdmaOptions> + Send + Sync>;
 
-/// What all reactors share of a client.
+/// The part of a client that all reactors share.
 pub(super) struct Shared {
     /// Addresses of the server; each connection tries one after the other.
     servers: Vec<SocketAddr>,
@@ -143,13 +143,13 @@ pub(super) struct Shared {
     events: mpsc::UnboundedSender<Event>,
     /// Number of the client on the server.
     pub client: AtomicU64,
-    /// Who calls for the client as a whole.
+    /// Credentials for requests of the client itself.
     pub machine: Credentials,
     /// Name of this host.
     host: Vec<u8>,
     /// Distinguishes clients of this process.
     number: u64,
-    /// The client is being ended: nothing is waited for any more.
+    /// The client has ended: requests fail.
     has_ended: AtomicBool,
 }
 
@@ -176,12 +176,12 @@ impl Shared {
         })
     }
 
-    /// Tells the thread that makes sessions. Nothing happens if that has ended.
+    /// Sends a message to the thread, if it has not ended.
     pub(super) fn tell(&self, event: Event) {
         drop(self.events.send(event));
     }
 
-    /// Requests go by this session from now on.
+    /// Makes this the session of requests from now on.
     pub(super) fn publish(&self, session: Option<Arc<Session>>) {
         self.session.send_replace(session);
     }
@@ -214,10 +214,10 @@ impl Shared {
         session.ok_or_else(|| CallError::from(io::Error::from(io::ErrorKind::NotConnected)).into())
     }
 
-    /// Asks for operations as a user. They are executed once, also if the caller does not wait for the end.
+    /// Executes operations as a user. They are executed once, also if the caller stops waiting.
     ///
-    /// Operations that change something are waited for as long as it takes. The others fail with `NFS4ERR_DELAY` when the server does
-    /// not answer, so that a client of ours asks again.
+    /// Operations that change something wait for the server without a limit. The others fail with `NFS4ERR_DELAY` after
+    /// [`ANSWER_TIMEOUT`].
     pub(super) async fn call(self: &Arc<Shared>, who: &Credentials, compound: Compound) -> Result<Answer> {
         let changes = compound.changes();
         let exchange = self.exchange(who, compound);
@@ -233,13 +233,13 @@ impl Shared {
         UserCredential::of(who, &self.host)
     }
 
-    /// Asks until the server has neither put the operations off nor lost the session. A caller may stop waiting.
+    /// Repeats the request after a delay of the server and after the loss of the session.
     async fn exchange(self: &Arc<Shared>, who: &Credentials, mut compound: Compound) -> Result<Answer> {
         let mut delay = DELAYS.0;
         loop {
             let session = self.current().await?;
             let Some(slot) = session.slot().await else { continue };
-            // A request has its slot until it has been answered, whether or not the caller waits. So no more than all slots are in use.
+            // In a task of its own, because the request keeps its slot until it has been answered, also if the caller stops waiting.
             let (shared, user, copy) = (Arc::clone(self), self.credential(who), compound.again());
             let answered = tokio::task::spawn_local(async move { shared.exchange_in_slot(slot, &user, copy).await });
             let answer = answered.await.unwrap_or_else(|error| match error.try_into_panic() {
@@ -259,7 +259,7 @@ impl Shared {
         }
     }
 
-    /// Asks in a session; `None` if that has ended.
+    /// Executes operations in a session; `None` if it has ended.
     pub(super) async fn exchange_in(
         self: &Arc<Shared>,
         session: &Arc<Session>,
@@ -329,9 +329,9 @@ impl Shared {
                     lane.forget(number);
                     tokio::time::sleep(RETRY_INTERVAL).await;
                 }
-                // The request was executed, and its reply, which was lost, was not to be kept: it may be executed once more.
+                // The request was executed, its reply was lost, and the server has not kept it. The request changes nothing: again.
                 Err(Some(Status::RETRY_UNCACHED_REP)) if !keep => slot.sequence = sequence,
-                // The server does not know the session or the slot any more, or counts otherwise.
+                // The server has lost the session, or its sequence numbers differ.
                 Err(
                     status @ Some(
                         Status::BADSESSION
@@ -354,7 +354,7 @@ impl Shared {
         }
     }
 
-    /// Asks outside of a session, once.
+    /// Executes an operation outside of a session, without repetition.
     pub(super) async fn call_alone(self: &Arc<Shared>, compound: Compound) -> Result<Reply> {
         let lane = lane(self);
         let (number, rpc) = lane.client(self).await.map_err(CallError::from)?;
@@ -392,7 +392,7 @@ fn sequence_flags(d: &mut thruway_rpc::xdr::Decoder<'_>) -> Result<u32> {
     Ok(flags)
 }
 
-/// Connects, from a privileged port if this process may: some servers take no calls from others (`secure` of exports(5)).
+/// Connects from a privileged port, if this process may: some servers refuse others (`secure` of exports(5)).
 async fn connect(server: SocketAddr) -> io::Result<Client> {
     const PRIVILEGED: std::ops::Range<u16> = 665..1024;
     let any: IpAddr = if server.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() };
@@ -404,12 +404,12 @@ async fn connect(server: SocketAddr) -> io::Result<Client> {
         let socket = if server.is_ipv4() { TcpSocket::new_v4()? } else { TcpSocket::new_v6()? };
         let port = ports.next().filter(|_| may_be_privileged);
         if let Some(port) = port {
-            // With the address of the peer, the pair of ports may be free although the port alone is in use.
+            // The port may be in use with another peer.
             socket.set_reuseaddr(true)?;
             match socket.bind(SocketAddr::new(any, port)) {
                 Ok(()) => {}
                 Err(error) if error.kind() == io::ErrorKind::AddrInUse => continue,
-                // An unprivileged port will do.
+                // Without the right, from any port.
                 Err(_) => may_be_privileged = false,
             }
         }
@@ -438,7 +438,7 @@ impl Lane {
         self.client.borrow().clone()
     }
 
-    /// The connection, which is established if there is none, and its number.
+    /// The connection and its number. Connects if there is none.
     async fn client(&self, shared: &Shared) -> io::Result<(u64, Client)> {
         if let Some(known) = self.known() {
             return Ok(known);
@@ -481,7 +481,7 @@ fn lane(shared: &Arc<Shared>) -> Rc<Lane> {
     })
 }
 
-/// Error of the file system for an error of the client. `EAGAIN` means that the caller is to ask again.
+/// Error of the file system for an error of the client. After `EAGAIN`, clients ask again.
 pub(super) fn errno(error: ClientError) -> Errno {
     match error {
         ClientError::Status { status, .. } => errno_of(Status(status)),
@@ -497,7 +497,7 @@ pub(super) fn errno(error: ClientError) -> Errno {
     }
 }
 
-/// The error that [`Status`] is made of.
+/// Error of the file system for a status.
 fn errno_of(status: Status) -> Errno {
     match status {
         Status::BADHANDLE => Errno::STALE,
@@ -516,7 +516,7 @@ fn errno_of(status: Status) -> Errno {
         | Status::WRONG_TYPE
         | Status::UNION_NOTSUPP => Errno::INVAL,
         Status::RESOURCE | Status::TOO_MANY_OPS | Status::REQ_TOO_BIG | Status::REP_TOO_BIG => Errno::IO,
-        // The first of them are numbers of Unix, and are the same in Linux but for a few.
+        // The first statuses are error numbers of Unix; five differ in Linux.
         Status(63) => Errno::NAMETOOLONG,
         Status(66) => Errno::NOTEMPTY,
         Status(69) => Errno::DQUOT,

@@ -86,7 +86,7 @@ impl fmt::Display for Remote {
     }
 }
 
-/// Over the RDMA device that leads to a server; over iWARP in user space if there is none.
+/// Chooses the RDMA device towards a server; iWARP in user space if there is none.
 fn choose_rdma(server: SocketAddr) -> std::io::Result<RdmaOptions> {
     const CREDITS: usize = 64;
     let provider = match verbs::Config::towards(server) {
@@ -96,10 +96,10 @@ fn choose_rdma(server: SocketAddr) -> std::io::Result<RdmaOptions> {
     Ok(RdmaOptions { provider, registration: Registration::Windows, credits: CREDITS })
 }
 
-/// File of the state directory with a random number, by which NFS servers know this daemon.
+/// File in the state directory with a random number that identifies this daemon to NFS servers.
 const CLIENT_ID_FILE: &str = "nfs-client-id";
 
-/// The number in a file, which is made if there is none.
+/// Reads the number in a file, or creates the file.
 fn client_id(path: &Path) -> Result<[u8; 16], String> {
     let failed = |error: std::io::Error| format!("{}: {error}", path.display());
     match std::fs::read(path) {
@@ -265,7 +265,7 @@ impl Spec {
             }
         };
         let own = match &self.source {
-            // The server's other clients change its files without recalling anything here.
+            // Other clients of that server change files without a recall here.
             Source::Remote(_) => Delegate::Nothing,
             _ => Delegate::of(&*files),
         };
@@ -273,7 +273,7 @@ impl Spec {
         Ok(Share::new(&self.name, files, self.policy.clone(), delegate))
     }
 
-    /// Options that mean nothing for a directory of another server.
+    /// Refuses options that have no meaning for a directory of another server.
     fn check_remote(&self) -> Result<(), String> {
         let given = [
             ("async", self.is_async),
