@@ -3,6 +3,8 @@
 Servers take turns at each workload. Processor time is the server's, by the kernel's accounts; a `create` or `mkdir` is one that is
 made and removed again. nfs-ganesha does not bring names to the medium before it answers; Thruway does, but for its second share, which
 is `async`. To be run in a network namespace of its own, where rpcbind, which nfs-ganesha registers with, is no other program's.
+
+With the argument `again`, both share a directory of a third server again, which is Thruway: nfs-ganesha by its FSAL PROXY_V4.
 """
 
 import json
@@ -10,6 +12,7 @@ import os
 import pathlib
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 
@@ -43,6 +46,18 @@ LOG {{ Default_Log_Level = CRIT; }}
 """
 
 
+PROXY = """
+NFS_CORE_PARAM {{ NFS_Port = 10949; MNT_Port = 10948; NFS_Protocols = 4; Enable_NLM = false; Enable_RQUOTA = false; Enable_UDP = false; }}
+NFSv4 {{ Graceless = true; RecoveryRoot = {folder}/recovery; }}
+EXPORT {{
+    Export_Id = 1; Path = /share; Pseudo = /share; Access_Type = RW; Squash = No_Root_Squash; SecType = sys; Protocols = 4;
+    Transports = TCP; PrivilegedPort = false;
+    FSAL {{ Name = PROXY_V4; Srv_Addr = 127.0.0.1; NFS_Port = {port}; Use_Privileged_Client_Port = false; }}
+}}
+LOG {{ Default_Log_Level = CRIT; }}
+"""
+
+
 def drive(server, vers, operation, size, depth, clients, more):
     """Operations a second, and how many there were."""
     options = ["--vers", vers, "--op", operation, "--size", size, "--depth", str(depth), "--clients", str(clients), "--seconds", str(SECONDS), *more]
@@ -55,9 +70,9 @@ def drive(server, vers, operation, size, depth, clients, more):
     return row["ops_per_second"], row["operations"]
 
 
-def ganesha(folder, share):
+def ganesha(folder, share, text=None):
     config = os.path.join(folder, "ganesha.conf")
-    pathlib.Path(config).write_text(GANESHA.format(folder=folder, share=share))
+    pathlib.Path(config).write_text(text or GANESHA.format(folder=folder, share=share))
     os.makedirs(os.path.join(folder, "recovery"))
     os.makedirs("/var/run/ganesha", exist_ok=True)
     subprocess.run(["rpcbind", "-w"], check=True)
@@ -68,14 +83,49 @@ def ganesha(folder, share):
     return server
 
 
-def wait(server):
+def wait(server, vers="3"):
     """Until it serves."""
+    at = server.at if vers == "3" else server.at[:2]
     for _ in range(200):
-        run = subprocess.run([THRUWAY, "bench", "nfs", *server.at, "--share", server.share["3"], "--op", "getattr", "--seconds", "0.01"], capture_output=True)
+        run = subprocess.run([THRUWAY, "bench", "nfs", *at, "--vers", vers, "--share", server.share[vers], "--op", "getattr", "--seconds", "0.01"], capture_output=True)
         if run.returncode == 0:
             return
         time.sleep(0.1)
     raise SystemExit(f"{server.name} does not serve: {run.stderr.decode()}")
+
+
+def again():
+    folder = tempfile.mkdtemp(prefix="thruway-bench-", dir=os.environ.get("THRUWAY_BENCH_DISK", "/var/tmp"))
+    share = os.path.join(folder, "share")
+    os.mkdir(share)
+    servers, results = [], []
+    announced = lambda line: json.loads(line)["nfs"][0]
+
+    def serve(name, what, state):
+        command = [THRUWAY, "serve", "--json", "--share", f"share={what},squash=none", "--nfs", "127.0.0.1:0", "--state", os.path.join(folder, state)]
+        server = Server(name, command, None, announced)
+        server.at, server.share = ["--connect", server.address], {"3": "share", "4.1": "share"}
+        servers.append(server)
+        wait(server, "4.1")
+        return server
+
+    try:
+        first = serve("without a second server", share, "first")
+        ours = serve("thruway", f"nfs://{first.address}/share", "second")
+        proxy = ganesha(folder, share, PROXY.format(folder=folder, port=first.address.rsplit(":", 1)[1]))
+        servers.append(proxy)
+        wait(proxy, "4.1")
+        print(f"thruway {version([THRUWAY, '--version'])}; {version(['ganesha.nfsd', '-v'])}\n")
+        print("| workload | server | requests/s | server µs/request | thruway ÷ server |\n|---|---|---|---|---|", flush=True)
+        for title, *workload in WORKLOADS:
+            title = f"a share of a share, NFS 4.1: {title}"
+            if ONLY in title:
+                results += compare(title, [ours, proxy, first], lambda s: drive(s, "4.1", *workload))
+        keep("nfs-again", results)
+    finally:
+        for server in reversed(servers):
+            server.stop()
+        shutil.rmtree(folder)
 
 
 def main():
@@ -110,4 +160,4 @@ def main():
         shutil.rmtree(folder)
 
 
-main()
+again() if sys.argv[1:] == ["again"] else main()

@@ -14,6 +14,7 @@ use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard};
 use thruway_vfs::workers::Workers;
 use thruway_vfs::{FILE_ID_MAX, FileId};
+use tokio::sync::Notify;
 
 /// Hash of a handle to the handle.
 const HANDLES: TableDefinition<'_, &[u8], &[u8]> = TableDefinition::new("handles");
@@ -37,6 +38,8 @@ pub(super) struct Handles {
     recent: Cache<Hash, Handle>,
     /// Handles that are not written yet. Without a file, all handles.
     unwritten: Mutex<HashMap<Hash, Handle>>,
+    /// Notified of a new handle.
+    pub added: Notify,
     database: Option<Arc<Database>>,
     workers: Workers,
 }
@@ -60,7 +63,7 @@ impl Handles {
             }
         };
         let recent = Cache::new(RECENT_MAX);
-        Ok(Handles { recent, unwritten: Mutex::default(), database, workers: Workers::default() })
+        Ok(Handles { recent, unwritten: Mutex::default(), added: Notify::new(), database, workers: Workers::default() })
     }
 
     fn unwritten(&self) -> MutexGuard<'_, HashMap<Hash, Handle>> {
@@ -76,6 +79,7 @@ impl Handles {
         if self.recent.get(&hash).is_none() {
             self.recent.insert(hash, handle.clone());
             self.unwritten().insert(hash, handle.clone());
+            self.added.notify_one();
         }
         FileId(std::iter::once(LONG).chain(hash).collect())
     }

@@ -137,6 +137,8 @@ impl NfsFileSystem {
                     let written = Arc::clone(&handles);
                     tokio::task::spawn_local(async move {
                         loop {
+                            written.added.notified().await;
+                            // More of them together.
                             tokio::time::sleep(HANDLES_INTERVAL).await;
                             let handles = Arc::clone(&written);
                             drop(tokio::task::spawn_blocking(move || handles.write()).await);
