@@ -269,7 +269,7 @@ fn bench_fallback(names: &[&str], vars: &[(&str, &str)]) -> Result<(), String> {
 }
 
 /// Comparisons on this host.
-const COMPARISONS: [&[&str]; 5] = [&[], &["sockets"], &["block"], &["nfs"], &["paths"]];
+const COMPARISONS: [&[&str]; 6] = [&[], &["sockets"], &["block"], &["nfs"], &["nfs", "again"], &["paths"]];
 
 fn bench_smoke() -> Result<(), String> {
     run("libraries", "cargo", &["build", "--workspace", "--quiet"])?;
