@@ -69,6 +69,15 @@ chown 1234:2345 /mnt/a/renamed
 [[ $(stat -c '%a %u %g %h' /tmp/served/data/renamed) == '640 1234 2345 2' ]]
 [[ $(readlink /tmp/served/data/link) == renamed ]]
 
+# A file that is delegated to the client by both servers, and changed on the first one's host.
+echo old >/tmp/served/data/delegated
+exec 9</mnt/a/delegated
+[[ $(cat /mnt/a/delegated) == old ]]
+grep -q 'type: deleg' /proc/fs/nfsd/clients/*/states
+echo new >/tmp/served/data/delegated
+[[ $(cat /mnt/a/delegated) == new ]]
+exec 9<&-
+
 # Both servers are started again while a file is open.
 exec 7>>/mnt/a/open
 echo before >&7

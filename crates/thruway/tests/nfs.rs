@@ -928,6 +928,38 @@ assert one.events == words(0)
     daemon.stop();
 }
 
+/// Clients of a server that shares a directory of another one get delegations, which the other one's clients have recalled.
+#[test]
+fn delegations_of_a_share_of_a_share_are_recalled_by_the_first_server() {
+    let lab = Lab::new();
+    let (first, second) = (lab.path("first"), lab.path("second"));
+    let first = Disks::serve(&[&SHARE[..], &["--state", text(&first)]].concat());
+    let at = first.at("nfs");
+    let share = format!("m=nfs://{at}/m,squash=none");
+    let args = ["--quiet", "--nfs", "127.0.0.1:0", "--state", text(&second), "--share", &share];
+    let second = Disks::serve(&args);
+    let script = r#"
+made(one, b"f")
+readers = [(session, *delegated(session, b"f", 1)) for session in (one, two)]
+assert all(kind == READING for _, kind, _ in readers), readers
+port = pki
+other = Session(b"other")
+# A client of the first server writes.
+assert delegated(other, b"f", 2) is None and other.status == DELAY
+for session, _, stateid in readers:
+    assert recalled(session) == stateid
+    assert delegated(other, b"f", 2) is None and other.status == DELAY
+    assert give_back(session, b"f", stateid) == 0
+while delegated(other, b"f", 2) is None:
+    assert other.status == DELAY
+    time.sleep(0.02)
+"#;
+    let (_, port) = at.rsplit_once(':').unwrap();
+    ok("/usr/bin/python3", &["-c", &format!("{CLIENT}{SESSION}{DELEGATIONS}{script}"), &second.at("nfs"), port]);
+    second.stop();
+    first.stop();
+}
+
 #[test]
 fn what_is_read_in_memory_is_not_written_by_version_3_before_it_is_given_back() {
     let lab = Lab::new();

@@ -29,6 +29,7 @@ fn options(server: &str, path: &str) -> NfsOptions {
         rdma: None,
         path: path.split('/').map(|name| name.as_bytes().to_vec()).collect(),
         owner: b"a test".to_vec(),
+        delegations: true,
         handles: None,
     }
 }

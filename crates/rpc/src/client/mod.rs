@@ -8,7 +8,7 @@ pub use rdma::RdmaOptions;
 
 use self::rdma::{Arrived, Rdma};
 
-use crate::message::{CallHeader, Incoming, OpaqueAuth, Refusal, ReplyHeader};
+use crate::message::{CallHeader, Incoming, OpaqueAuth, Refusal, ReplyHeader, encode_success};
 use crate::record::{MARKER_LEN, Marker, messages};
 use crate::server::BULK_MAX;
 use crate::xdr::{DecodeError, Decoder, Encoder};
@@ -100,8 +100,13 @@ impl From<Encoder> for Arguments {
     }
 }
 
+/// Answers a call of the server: appends the results, or refuses.
+pub type Answer = Rc<dyn Fn(CallHeader<'_>, &mut Decoder<'_>, &mut Encoder) -> Result<(), Refusal>>;
+
 struct Shared {
     link: Link,
+    /// Answers calls of the server.
+    answer: RefCell<Option<Answer>>,
     waiting: RefCell<HashMap<u32, oneshot::Sender<Result<Arrived, CallError>>>>,
     /// Memory for replies.
     spare: RefCell<Vec<Vec<u8>>>,
@@ -186,6 +191,11 @@ impl Client {
     pub fn with_replies_of(self, most: usize) -> Client {
         self.0.shared.reply_max.set(most);
         self
+    }
+
+    /// Answers calls of the server over TCP. Without this, a call ends the connection.
+    pub fn answer_calls(&self, answer: Answer) {
+        *self.0.shared.answer.borrow_mut() = Some(answer);
     }
 
     /// As [`Client::connect`], by a connection that is there.
@@ -327,6 +337,7 @@ impl Shared {
             link,
             waiting: RefCell::default(),
             spare: RefCell::default(),
+            answer: RefCell::default(),
             // Another one after each start: a server may remember what an earlier client has called.
             next: Cell::new(u32::from_be_bytes(thruway_engine::random::random())),
             timeout,
@@ -356,13 +367,29 @@ impl Shared {
     async fn receive(&self, reader: &mut Reader) -> io::Result<std::convert::Infallible> {
         loop {
             let message = self.record(reader).await?;
-            match Incoming::decode(&mut Decoder::new(&message)) {
+            let mut decoder = Decoder::new(&message);
+            match Incoming::decode(&mut decoder) {
                 Ok(Incoming::Reply(header)) => {
                     let waiting = self.waiting.borrow_mut().remove(&header.xid);
                     // Its call may have timed out.
                     waiting.map(|waiting| waiting.send(Ok(message.into())));
                 }
-                // Nor has it been asked to call.
+                Ok(Incoming::Call(call)) if self.answer.borrow().is_some() => {
+                    let answer = self.answer.borrow().clone().expect("it was there");
+                    let (mut reply, mut results) = (Encoder::new(), Encoder::new());
+                    match answer(call, &mut decoder, &mut results) {
+                        Ok(()) => {
+                            encode_success(call.xid, OpaqueAuth::NONE, &mut reply);
+                            reply.append(results);
+                        }
+                        Err(refusal) => refusal.encode(call.xid, OpaqueAuth::NONE, &mut reply),
+                    }
+                    let Link::Stream(replies) = &self.link else { continue };
+                    // A server that does not take its answers gets no more.
+                    replies.room().await;
+                    messages(reply).into_iter().for_each(|message| replies.push(message));
+                }
+                // The server does not call unless the client has said that it answers.
                 Ok(Incoming::Call(_) | Incoming::OtherVersion { .. }) | Err(_) => {
                     return Err(io::Error::new(io::ErrorKind::InvalidData, "what the server sends is no reply"));
                 }

@@ -1,9 +1,10 @@
 //! A directory of an NFS server as a file system, by version 4.1 or 4.2 ([`NfsFileSystem`]).
 //!
 //! - [`session`]: calls from any reactor, each executed once; [`recovery`]: the thread that makes sessions and keeps them alive.
-//! - [`opens`]: what is open on the server. [`handles`]: ids for the server's handles. [`attributes`]: their bytes.
+//! - [`callbacks`]: calls of the server, and delegations. [`opens`]: files that are open on the server. [`handles`]: ids for the server's handles. [`attributes`]: their bytes.
 
 mod attributes;
+mod callbacks;
 mod handles;
 mod opens;
 mod recovery;
@@ -11,7 +12,7 @@ mod session;
 
 use self::attributes::{Described, Owner, of_entries, of_files, of_usage, put_changed, put_is_directory, put_set};
 use self::handles::Handles;
-use self::opens::{ANONYMOUS, Opens, READ, WRITE, get_handle, get_opened, put_open};
+use self::opens::{ANONYMOUS, Opens, READ, WANT_NO_DELEGATION, WRITE, get_handle, get_opened, put_open};
 use self::recovery::{Begun, Event, Keeper};
 pub use self::session::ChooseRdma;
 use self::session::{Answer, Shared, body, errno};
@@ -36,8 +37,8 @@ use thruway_rpc::xdr::Decoder;
 use thruway_tcp::Origin;
 use thruway_vfs::identity::subvolume_number;
 use thruway_vfs::{
-    Allocate, As, Attributes, Credentials, Entry, FileId, FileSystem, Kind, Listing, Make, Op, OpenGuard, ReadData,
-    Result, Rights, Room, Seek, SetAttributes, SetXattr, Stability, Time, Usage,
+    Allocate, As, Attributes, Credentials, Entry, FileId, FileSystem, Kind, Listing, Make, OnChange, Op, OpenGuard,
+    ReadData, Result, Rights, Room, Seek, SetAttributes, SetXattr, Stability, Time, Usage,
 };
 use tokio::sync::mpsc;
 
@@ -52,6 +53,8 @@ pub struct NfsOptions {
     pub path: Vec<Vec<u8>>,
     /// Name of the client: unique, and the same after a restart, so that the server frees the state of the earlier run.
     pub owner: Vec<u8>,
+    /// Whether clients of this host may get delegations for reading, which the server then has to grant. Over TCP only.
+    pub delegations: bool,
     /// File for long handles of the server. Without one, long handles are stale after a restart.
     pub handles: Option<PathBuf>,
 }
@@ -84,7 +87,7 @@ const HANDLES_INTERVAL: Duration = Duration::from_millis(100);
 /// - rights to data, of files that are open ([`As::is_open`]) and of others;
 /// - the existence of a file without a name until it is closed.
 ///
-/// Other clients of the server do not know the locks and delegations of this host's clients.
+/// Other clients of the server do not know the locks of this host's clients. Leases are delegations of the server.
 pub struct NfsFileSystem {
     shared: Arc<Shared>,
     opens: Arc<Opens>,
@@ -117,7 +120,8 @@ impl NfsFileSystem {
             groups: Vec::new(),
         };
         let host = rustix::system::uname().nodename().to_bytes().to_vec();
-        let shared = Shared::new(options.servers.clone(), options.rdma.clone(), process, host, events);
+        let shared =
+            Shared::new(options.servers.clone(), options.rdma.clone(), options.delegations, process, host, events);
         let opens = Arc::new(Opens::default());
         let handles = Arc::new(Handles::open(options.handles.as_deref())?);
         let (ready, is_ready) = std::sync::mpsc::sync_channel(1);
@@ -351,7 +355,7 @@ impl NfsFileSystem {
     ) -> Result<(FileId, Attributes)> {
         let client = self.shared.client.load(Ordering::Relaxed);
         let open = at(dir).then(op::OPEN, |out| {
-            put_open(out, client, who.uid, READ | WRITE, |out| {
+            put_open(out, client, who.uid, READ | WRITE | WANT_NO_DELEGATION, |out| {
                 out.u32(1);
                 match number {
                     // As GUARDED4: only if there is none.
@@ -956,6 +960,15 @@ impl FileSystem for NfsFileSystem {
             }
             self.note_verifier(verifier);
             Ok(count)
+        })
+    }
+
+    fn lease<'a>(&'a self, file: &'a FileId, on_change: OnChange) -> Op<'a, OpenGuard> {
+        Box::pin(async move {
+            let handle = self.handle(file).await?;
+            let delegation = self.opens.delegation(&self.shared, &handle).ok_or(Errno::AGAIN)?;
+            let lease = delegation.lease(on_change).ok_or(Errno::AGAIN)?;
+            Ok(Arc::new(lease) as OpenGuard)
         })
     }
 

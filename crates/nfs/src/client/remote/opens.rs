@@ -4,6 +4,7 @@
 //! and is closed when the last guard of that user is dropped.
 
 use super::attributes::HANDLE_MAX;
+use super::callbacks::Delegation;
 use super::recovery::Event;
 use super::session::{Answer, Session, Shared, errno};
 use crate::client::compound::{Compound, Results};
@@ -21,8 +22,8 @@ use thruway_vfs::{Credentials, Rights};
 pub(super) const READ: u32 = 1;
 pub(super) const WRITE: u32 = 2;
 
-/// Wish of an OPEN: no delegation.
-const WANT_NO_DELEGATION: u32 = 0x400;
+/// Wish of an OPEN: no delegation. Without a wish, the server decides.
+pub(super) const WANT_NO_DELEGATION: u32 = 0x400;
 
 /// Stateid of requests without an open.
 pub(super) const ANONYMOUS: Stateid = [0; 16];
@@ -58,6 +59,7 @@ struct OpenState {
     is_to_be_closed: bool,
     /// Credentials of the last open.
     who: Option<Credentials>,
+    delegation: Option<Arc<Delegation>>,
 }
 
 impl OpenFile {
@@ -96,10 +98,10 @@ pub(super) struct Opened {
     pub delegation: Option<Stateid>,
 }
 
-/// Arguments of an OPEN up to the claim, which follows.
+/// Arguments of an OPEN up to the claim, which follows. `access` includes the wish about delegations.
 pub(super) fn put_open(out: &mut Encoder, client: u64, uid: u32, access: u32, put_creation: impl FnOnce(&mut Encoder)) {
     // No sequence number in version 4.1, and no deny mode.
-    [0, access | WANT_NO_DELEGATION, 0].into_iter().for_each(|word| out.u32(word));
+    [0, access, 0].into_iter().for_each(|word| out.u32(word));
     out.u64(client);
     out.opaque(&uid.to_be_bytes());
     put_creation(out);
@@ -133,9 +135,10 @@ pub(super) fn get_opened(d: &mut Decoder<'_>) -> Result<Opened> {
     Ok(Opened { stateid, delegation })
 }
 
-fn open_call(file: &OpenFile, client: u64, access: u32, claim: Claim) -> Compound {
+fn open_call(file: &OpenFile, client: u64, access: u32, claim: Claim, wants_delegation: bool) -> Compound {
+    let wish = if wants_delegation { 0 } else { WANT_NO_DELEGATION };
     let open = Compound::new().then(op::PUTFH, |out| out.opaque(&file.handle)).then(op::OPEN, |out| {
-        put_open(out, client, file.uid, access, |out| out.u32(0));
+        put_open(out, client, file.uid, access | wish, |out| out.u32(0));
         match claim {
             Claim::Handle => out.u32(4),
             Claim::Previous => [1, 0].into_iter().for_each(|word| out.u32(word)),
@@ -205,6 +208,15 @@ impl Opens {
         wanted: Rights,
     ) -> thruway_vfs::Result<Guard> {
         let access = if wanted.read || wanted.execute { READ } else { 0 } | if wanted.write { WRITE } else { 0 };
+        if access == READ && shared.callbacks.can_be_called() {
+            // A new file that is still open for its creator would not be delegated.
+            for file in self.of_all_users(handle) {
+                let is_written = file.state().access & WRITE != 0;
+                if is_written {
+                    self.close(shared, &file).await;
+                }
+            }
+        }
         loop {
             let file = self.find_or_insert(handle, who.uid);
             let _turn = file.turn.lock().await;
@@ -244,7 +256,10 @@ impl Opens {
         let attempts: &[u32] = if access == 0 { &[READ | WRITE, READ, WRITE] } else { &[access] };
         let mut failure = Errno::ACCESS;
         for access in attempts {
-            let call = open_call(file, shared.client.load(Ordering::Relaxed), *access, Claim::Handle);
+            // Who writes has no use for it, and would have it recalled.
+            let wants =
+                *access == READ && shared.callbacks.can_be_called() && shared.callbacks.of(&file.handle).is_none();
+            let call = open_call(file, shared.client.load(Ordering::Relaxed), *access, Claim::Handle, wants);
             let answer = shared.call(who, call).await.map_err(errno)?;
             match opened(&answer) {
                 Ok(opened) => {
@@ -263,22 +278,46 @@ impl Opens {
         if access == 0 { Ok(()) } else { Err(failure) }
     }
 
-    fn note(&self, shared: &Shared, file: &Arc<OpenFile>, opened: Opened, access: u32, who: &Credentials) {
+    fn note(&self, shared: &Arc<Shared>, file: &Arc<OpenFile>, opened: Opened, access: u32, who: &Credentials) {
         let mut state = file.state();
         state.stateid = Some(opened.stateid);
         state.access |= access;
         state.who = Some(who.clone());
-        drop(state);
         if let Some(stateid) = opened.delegation {
-            shared.tell(Event::Delegated(file.handle.clone(), stateid));
+            let delegation = shared.callbacks.add(shared, &file.handle, stateid, who);
+            if access & WRITE == 0 && !delegation.is_recalled() {
+                state.delegation = Some(delegation);
+            }
         }
     }
 
     /// Records a file that was created, and is open. It stays open for a moment, for its creator.
-    pub(super) fn note_made(&self, shared: &Shared, handle: &Handle, opened: Opened, who: &Credentials) {
+    pub(super) fn note_made(&self, shared: &Arc<Shared>, handle: &Handle, opened: Opened, who: &Credentials) {
         let file = self.find_or_insert(handle, who.uid);
         self.note(shared, &file, opened, READ | WRITE, who);
         shared.tell(Event::Made(file));
+    }
+
+    /// Drops the delegations that have been recalled. Those of leases are returned with the last lease.
+    pub(super) fn give_up_delegations(&self) {
+        for file in self.all() {
+            let mut state = file.state();
+            let recalled = state.delegation.take_if(|delegation| delegation.is_recalled());
+            drop(state);
+            drop(recalled);
+        }
+    }
+
+    /// A delegation of the file, if nobody here has it open for writing.
+    pub(super) fn delegation(&self, shared: &Shared, handle: &Handle) -> Option<Arc<Delegation>> {
+        let is_written = |file: &Arc<OpenFile>| {
+            let state = file.state();
+            state.guards > 0 && state.access & WRITE != 0
+        };
+        match self.of_all_users(handle).iter().any(is_written) {
+            true => None,
+            false => shared.callbacks.of(handle),
+        }
     }
 
     /// Whether any file is open on the server without a guard.
@@ -312,6 +351,7 @@ impl Opens {
             }
             (state.stateid.take(), state.who.clone())
         };
+        let delegation = file.state().delegation.take();
         if let Some(stateid) = stateid {
             let close = Compound::new().then(op::PUTFH, |out| out.opaque(&file.handle)).then(op::CLOSE, |out| {
                 out.u32(0);
@@ -326,6 +366,7 @@ impl Opens {
                 tracing::debug!(%error, "closing a file on the NFS server");
             }
         }
+        drop(delegation);
         self.remove(file);
     }
 
@@ -343,7 +384,7 @@ impl Opens {
             (state.access, who)
         };
         let client = shared.client.load(Ordering::Relaxed);
-        let call = open_call(file, client, access, claim);
+        let call = open_call(file, client, access, claim, false);
         let answer = match in_session {
             None => shared.call(&who, call).await?,
             Some(session) => {

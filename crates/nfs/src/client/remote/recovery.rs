@@ -3,6 +3,7 @@
 
 use super::NfsOptions;
 use super::attributes::Described;
+use super::callbacks;
 use super::opens::{OpenFile, Opens, Stateid, get_handle};
 use super::session::{RETRY_INTERVAL, SLOTS, Session, Shared};
 use crate::client::compound::{Compound, Results};
@@ -15,8 +16,10 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
+use thruway_rpc::client::CallError;
 use thruway_rpc::server::{BULK_MAX, CALL_MAX};
 use thruway_rpc::xdr::Encoder;
+use thruway_vfs::Credentials;
 use tokio::sync::{Notify, mpsc};
 
 /// Longest reply that the server keeps for repeated requests, in bytes.
@@ -27,6 +30,9 @@ const OPERATIONS: u32 = 16;
 
 /// Bytes of a request or a reply beside its data.
 const OVERHEAD: usize = 2048;
+
+/// Flag of CREATE_SESSION: the connection is also the back channel.
+const BACK_CHANNEL: u32 = 2;
 
 /// Flag of EXCHANGE_ID: the client does not use pNFS.
 const USE_NON_PNFS: u32 = 0x1_0000;
@@ -50,8 +56,10 @@ pub(super) enum Event {
     Close(Arc<OpenFile>),
     /// The file has been made, and is open.
     Made(Arc<OpenFile>),
-    /// The server has delegated a file without a request.
-    Delegated(Handle, Stateid),
+    /// A delegation was recalled.
+    Recalled,
+    /// A delegation is not held any more.
+    Return { handle: Handle, stateid: Stateid, who: Credentials },
     /// The client ends.
     End,
 }
@@ -74,6 +82,8 @@ pub(super) struct Keeper {
     pub verifier: [u8; 8],
     /// Number of the client, and of its next CREATE_SESSION.
     client: Option<(u64, u32)>,
+    /// Connection with the back channel.
+    bound: Option<u64>,
     generation: u64,
     server: Vec<u8>,
     lease: Duration,
@@ -87,6 +97,7 @@ impl Keeper {
             owner,
             verifier: thruway_engine::random::random(),
             client: None,
+            bound: None,
             generation: 0,
             server: Vec::new(),
             lease: Duration::from_secs(30),
@@ -156,6 +167,9 @@ impl Keeper {
         self.client = Some((client, sequence.wrapping_add(1)));
         self.shared.client.store(client, Ordering::Relaxed);
         if is_new {
+            // Delegations are not reclaimed.
+            self.shared.callbacks.recall_all();
+            self.opens.give_up_delegations();
             self.opens.reclaim(&self.shared, &session).await?;
         }
         self.complete(&session).await?;
@@ -166,29 +180,56 @@ impl Keeper {
         let limits = |out: &mut Encoder, most: u32, requests: u32| {
             [0, most, most, CACHED_MAX, OPERATIONS, requests, 0].into_iter().for_each(|word| out.u32(word));
         };
+        let flags = if self.shared.wants_delegations { BACK_CHANNEL } else { 0 };
+        let connection = self.shared.connection().await.map_err(CallError::from)?;
         let create = Compound::new().then(op::CREATE_SESSION, |out| {
             out.u64(client);
             out.u32(sequence);
-            // Neither persistent nor with a back channel.
-            out.u32(0);
+            out.u32(flags);
             limits(out, CALL_MAX as u32, SLOTS);
             limits(out, 4096, 1);
-            // Callbacks by AUTH_NONE, of which there are none.
-            [0x4000_0000, 1, 0].into_iter().for_each(|word| out.u32(word));
+            // Callbacks by AUTH_NONE.
+            [callbacks::PROGRAM, 1, 0].into_iter().for_each(|word| out.u32(word));
         });
         let reply = self.shared.call_alone(create).await?;
         let mut results = Results::of(&reply)?;
         let d = results.next("CREATE_SESSION")?;
         let id = *d.fixed::<16>()?;
-        let (_sequence, _flags, _padding) = (d.u32()?, d.u32()?, d.u32()?);
+        let (_sequence, flags, _padding) = (d.u32()?, d.u32()?, d.u32()?);
         let (request, response, _cached, _operations, slots) = (d.u32()?, d.u32()?, d.u32()?, d.u32()?, d.u32()?);
         let data = |most: u32| {
             let most = (most as usize).saturating_sub(OVERHEAD).min(BULK_MAX);
             // A multiple of 4 KiB, if possible.
             if most >= 4096 { most / 4096 * 4096 } else { most.max(512) }
         };
+        let is_called = self.shared.wants_delegations && flags & BACK_CHANNEL != 0;
+        self.shared.callbacks.expect_in(is_called.then_some(id));
+        self.bound = is_called.then_some(connection);
         self.generation += 1;
         Ok(Session::new(id, self.generation, slots, data(response), data(request)))
+    }
+
+    /// Binds the back channel to a new connection, if the earlier one is lost.
+    async fn bind(&mut self) {
+        const FORE_OR_BOTH: u32 = 3;
+        let Some(session) = self.shared.session().filter(|_| self.bound.is_some()) else { return };
+        let Ok(connection) = self.shared.connection().await else { return };
+        if self.bound == Some(connection) {
+            return;
+        }
+        let bind = Compound::new().then(op::BIND_CONN_TO_SESSION, |out| {
+            out.fixed(&session.id);
+            [FORE_OR_BOTH, 0].into_iter().for_each(|word| out.u32(word));
+        });
+        let bound = self
+            .shared
+            .call_alone(bind)
+            .await
+            .and_then(|reply| Results::of(&reply)?.next("BIND_CONN_TO_SESSION").map(drop));
+        match bound {
+            Ok(()) => self.bound = Some(connection),
+            Err(error) => tracing::debug!(%error, "the NFS server cannot call this client"),
+        }
     }
 
     /// Ends the reclaims of the client.
@@ -264,6 +305,12 @@ impl Keeper {
                         let (_, file) = made.pop_front().expect("it was looked at");
                         self.close(file);
                     }
+                    if self.shared.callbacks.any() && self.shared.silence() >= self.lease / 2 {
+                        // The server may soon take the client for dead, and let others change the files.
+                        self.shared.callbacks.recall_all();
+                        self.opens.give_up_delegations();
+                    }
+                    self.bind().await;
                     if renewed.elapsed() >= self.lease / 3 {
                         renewed = Instant::now();
                         let shared = Arc::clone(&self.shared);
@@ -292,14 +339,10 @@ impl Keeper {
                 Event::SessionLost(_) | Event::StateLost(_) => {}
                 Event::Close(file) => self.close(file),
                 Event::Made(file) => made.push_back((Instant::now(), file)),
-                Event::Delegated(handle, stateid) => {
+                Event::Recalled => self.opens.give_up_delegations(),
+                Event::Return { handle, stateid, who } => {
                     let shared = Arc::clone(&self.shared);
-                    tokio::task::spawn_local(async move {
-                        let back = Compound::new()
-                            .then(op::PUTFH, |out| out.opaque(&handle))
-                            .then(op::DELEGRETURN, |out| out.fixed(&stateid));
-                        shared.call(&shared.machine, back.that_changes()).await.map(drop)
-                    });
+                    tokio::task::spawn_local(async move { return_delegation(&shared, &handle, stateid, &who).await });
                 }
                 Event::End => break,
             }
@@ -331,5 +374,16 @@ impl Keeper {
             let destroy = Compound::new().then(op::DESTROY_CLIENTID, |out| out.u64(client));
             drop(self.shared.call_alone(destroy).await);
         }
+    }
+}
+
+/// Returns a delegation; frees its stateid if the server has revoked it.
+async fn return_delegation(shared: &Arc<Shared>, handle: &Handle, stateid: Stateid, who: &Credentials) {
+    let back =
+        Compound::new().then(op::PUTFH, |out| out.opaque(handle)).then(op::DELEGRETURN, |out| out.fixed(&stateid));
+    let status = shared.call(who, back.that_changes()).await.and_then(|answer| answer.status());
+    if matches!(status, Ok(Status::DELEG_REVOKED | Status::EXPIRED | Status::ADMIN_REVOKED)) {
+        let free = Compound::new().then(op::FREE_STATEID, |out| out.fixed(&stateid));
+        drop(shared.call(who, free.that_changes()).await);
     }
 }

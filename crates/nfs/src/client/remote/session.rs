@@ -6,6 +6,7 @@
 
 use super::super::compound::{Compound, Results};
 use super::super::{ClientError, Result, UserCredential};
+use super::callbacks::Callbacks;
 use super::recovery::Event;
 use crate::status::Status;
 use crate::v4::op;
@@ -18,9 +19,10 @@ use std::ops::Range;
 use std::rc::Rc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use thruway_engine::Segment;
 use thruway_rpc::client::{CallError, Client, RdmaOptions, Reply};
+use thruway_rpc::message::Refusal;
 use thruway_server::{Body, Plain};
 use thruway_vfs::Credentials;
 use tokio::net::TcpSocket;
@@ -46,6 +48,9 @@ pub(super) const SLOTS: u32 = 64;
 
 /// Flags of SEQUENCE for state that the server has lost: all expired, some expired, revoked by the administrator, restart.
 const STATE_LOST: u32 = 0x8 | 0x10 | 0x20 | 0x100;
+
+/// Flag of SEQUENCE for revoked delegations.
+const RECALLABLE_LOST: u32 = 0x40;
 
 /// A session.
 pub(super) struct Session {
@@ -140,6 +145,13 @@ pub(super) struct Shared {
     /// Minor version.
     pub minor: AtomicU32,
     session: watch::Sender<Option<Arc<Session>>>,
+    /// Delegations, and calls of the server.
+    pub callbacks: Callbacks,
+    /// Delegations are requested.
+    pub wants_delegations: bool,
+    /// Time of the last reply in a session, in milliseconds since the start of the client.
+    answered: AtomicU64,
+    started: Instant,
     events: mpsc::UnboundedSender<Event>,
     /// Number of the client on the server.
     pub client: AtomicU64,
@@ -157,16 +169,23 @@ impl Shared {
     pub(super) fn new(
         servers: Vec<SocketAddr>,
         rdma: Option<ChooseRdma>,
+        wants_delegations: bool,
         machine: Credentials,
         host: Vec<u8>,
         events: mpsc::UnboundedSender<Event>,
     ) -> Arc<Shared> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
+        let over_rdma = rdma.is_some();
         Arc::new(Shared {
             servers,
             rdma,
             minor: AtomicU32::new(2),
             session: watch::Sender::new(None),
+            callbacks: Callbacks::default(),
+            // Calls of the server come over TCP only.
+            wants_delegations: wants_delegations && !over_rdma,
+            answered: AtomicU64::new(0),
+            started: Instant::now(),
             events,
             client: AtomicU64::new(0),
             machine,
@@ -179,6 +198,12 @@ impl Shared {
     /// Sends a message to the thread, if it has not ended.
     pub(super) fn tell(&self, event: Event) {
         drop(self.events.send(event));
+    }
+
+    /// Time since the last reply in a session.
+    pub(super) fn silence(&self) -> Duration {
+        let answered = Duration::from_millis(self.answered.load(Ordering::Relaxed));
+        self.started.elapsed().saturating_sub(answered)
     }
 
     /// Makes this the session of requests from now on.
@@ -316,7 +341,13 @@ impl Shared {
             match status {
                 Ok(flags) => {
                     slot.sequence = sequence;
-                    if flags? & STATE_LOST != 0 {
+                    self.answered.fetch_max(self.started.elapsed().as_millis() as u64, Ordering::Relaxed);
+                    let flags = flags?;
+                    if flags & (STATE_LOST | RECALLABLE_LOST) != 0 {
+                        self.callbacks.recall_all();
+                        self.tell(Event::Recalled);
+                    }
+                    if flags & STATE_LOST != 0 {
                         self.tell(Event::StateLost(session.generation));
                     }
                     return Ok(Some(Answer(reply)));
@@ -352,6 +383,11 @@ impl Shared {
                 Err(None) => return Err(ClientError::Status { operation: "SEQUENCE", status: Status::SERVERFAULT.0 }),
             }
         }
+    }
+
+    /// Number of this thread's connection, which is established if there is none.
+    pub(super) async fn connection(self: &Arc<Shared>) -> io::Result<u64> {
+        Ok(lane(self).client(self).await?.0)
     }
 
     /// Executes an operation outside of a session, without repetition.
@@ -439,7 +475,7 @@ impl Lane {
     }
 
     /// The connection and its number. Connects if there is none.
-    async fn client(&self, shared: &Shared) -> io::Result<(u64, Client)> {
+    async fn client(&self, shared: &Arc<Shared>) -> io::Result<(u64, Client)> {
         if let Some(known) = self.known() {
             return Ok(known);
         }
@@ -448,6 +484,13 @@ impl Lane {
             return Ok(known);
         }
         let client = shared.connect().await?;
+        if shared.wants_delegations {
+            let of = Arc::downgrade(shared);
+            client.answer_calls(Rc::new(move |call, d, out| match of.upgrade() {
+                Some(shared) => shared.callbacks.answer(call, d, out),
+                None => Err(Refusal::ProgramUnavailable),
+            }));
+        }
         let number = self.next.get();
         self.next.set(number + 1);
         *self.client.borrow_mut() = Some((number, client.clone()));

@@ -53,7 +53,13 @@ impl Remote {
         Ok(Remote { host, port: Some(port).filter(|port| *port != 0), path })
     }
 
-    fn open(&self, share: &str, over_rdma: bool, state: Option<&ShareState<'_>>) -> Result<NfsFileSystem, String> {
+    fn open(
+        &self,
+        share: &str,
+        over_rdma: bool,
+        delegations: bool,
+        state: Option<&ShareState<'_>>,
+    ) -> Result<NfsFileSystem, String> {
         let failed = |error: String| format!("share '{share}': {self}: {error}");
         let port = self.port.unwrap_or(if over_rdma { NFS_RDMA_PORT } else { NFS_PORT });
         let servers = (self.host.as_str(), port).to_socket_addrs().map_err(|e| failed(e.to_string()))?;
@@ -67,6 +73,7 @@ impl Remote {
             servers: servers.collect(),
             rdma: over_rdma.then(|| Arc::new(choose_rdma) as ChooseRdma),
             path: self.path.clone(),
+            delegations,
             owner: format!("thruway {id} {share}").into_bytes(),
             handles: state.map(|state| state.directory.join(format!("nfs-handles-{share}"))),
         };
@@ -261,15 +268,11 @@ impl Spec {
             Source::Memory(bytes) => Box::new(MemoryFileSystem::new(*bytes)),
             Source::Remote(remote) => {
                 self.check_remote()?;
-                Box::new(remote.open(&self.name, self.over_rdma, state)?)
+                let delegations = self.delegate != Some(Delegate::Nothing);
+                Box::new(remote.open(&self.name, self.over_rdma, delegations, state)?)
             }
         };
-        let own = match &self.source {
-            // Other clients of that server change files without a recall here.
-            Source::Remote(_) => Delegate::Nothing,
-            _ => Delegate::of(&*files),
-        };
-        let delegate = self.delegate.unwrap_or(own);
+        let delegate = self.delegate.unwrap_or_else(|| Delegate::of(&*files));
         Ok(Share::new(&self.name, files, self.policy.clone(), delegate))
     }
 
@@ -278,7 +281,7 @@ impl Spec {
         let given = [
             ("async", self.is_async),
             ("mode=direct", self.is_direct),
-            ("delegations", !matches!(self.delegate, None | Some(Delegate::Nothing))),
+            ("delegations=write", self.delegate == Some(Delegate::Writing)),
         ];
         match given.iter().find(|(_, is_given)| *is_given) {
             Some((option, _)) => Err(format!(
