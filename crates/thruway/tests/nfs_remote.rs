@@ -6,7 +6,7 @@ use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::os::unix::fs::PermissionsExt;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU8, Ordering};
-use std::sync::{Arc, mpsc};
+use std::sync::{Arc, Mutex, mpsc};
 use support::disks::{Disks, ok, run, text};
 use support::{Lab, THRUWAY};
 use thruway_engine::{Reactors, Segment, Segments};
@@ -301,4 +301,65 @@ fn another_server_keeps_the_contract_but_for_what_it_lacks() {
     let mut options = options(&variable("THRUWAY_NFS_SERVER"), &variable("THRUWAY_NFS_PATH"));
     options.path.retain(|name| !name.is_empty());
     conformance::check(NfsFileSystem::open(options).unwrap(), &lacks);
+}
+
+/// The connection by which the server calls the client is cut. A recall arrives by the next one: no delegation is revoked.
+#[test]
+fn recalls_arrive_after_a_cut() {
+    let lab = Lab::new();
+    let log = lab.path("log");
+    let share = format!("d={},squash=none", text(&lab.mkdir("shared")));
+    let state = lab.path("state");
+    let args = ["--quiet", "--nfs", "127.0.0.1:0", "--nfs-lease", "60", "--state", text(&state), "--share", &share];
+    let mut command = std::process::Command::new(THRUWAY);
+    command.stderr(std::process::Stdio::from(std::fs::File::create(&log).unwrap()));
+    let daemon = Disks::serve_by(&mut command, &args);
+    std::fs::write(lab.path("shared/file"), "old").unwrap();
+    let at = daemon.at("nfs");
+    let connections = Arc::new(Mutex::new(Vec::<TcpStream>::new()));
+    let proxy = TcpListener::bind("127.0.0.1:0").unwrap();
+    let through = proxy.local_addr().unwrap().to_string();
+    let (server, kept) = (at.clone(), Arc::clone(&connections));
+    std::thread::spawn(move || {
+        for client in proxy.incoming() {
+            let (client, server) = (client.unwrap(), TcpStream::connect(&server).unwrap());
+            kept.lock().unwrap().push(client.try_clone().unwrap());
+            for (from, to) in [(&client, &server), (&server, &client)] {
+                let (mut from, mut to) = (from.try_clone().unwrap(), to.try_clone().unwrap());
+                std::thread::spawn(move || {
+                    drop(std::io::copy(&mut from, &mut to));
+                    drop((from.shutdown(Shutdown::Both), to.shutdown(Shutdown::Both)));
+                });
+            }
+        }
+    });
+    on_reactor(move || async move {
+        let who = Credentials { uid: 0, gid: 0, groups: Vec::new() };
+        let files = NfsFileSystem::open(options(&through, "d")).unwrap();
+        let (file, _) = files.look_up(&who, &files.root(), b"file").await.unwrap();
+        let (_guard, _) = files.open(&who, &file, Rights { read: true, ..Rights::default() }).await.unwrap();
+        let (recalled, is_recalled) = mpsc::channel();
+        let lease = files.lease(&file, Box::new(move || recalled.send(()).unwrap_or_default())).await.unwrap();
+        // Both the thread's connection and this reactor's.
+        connections.lock().unwrap().drain(..).for_each(|connection| drop(connection.shutdown(Shutdown::Both)));
+        let writing = std::thread::spawn(move || {
+            on_reactor(move || async move {
+                let who = Credentials { uid: 0, gid: 0, groups: Vec::new() };
+                let other =
+                    NfsFileSystem::open(NfsOptions { owner: b"another".to_vec(), ..options(&at, "d") }).unwrap();
+                let (file, _) = other.look_up(&who, &other.root(), b"file").await.unwrap();
+                let user = As { who: &who, is_open: false };
+                other.write(user, &file, 0, segment(b"new").await, Stability::File).await.unwrap();
+            });
+        });
+        let heard = tokio::task::spawn_blocking(move || is_recalled.recv());
+        heard.await.unwrap().expect("it is recalled");
+        drop(lease);
+        tokio::task::spawn_blocking(move || writing.join().unwrap()).await.unwrap();
+        let read = files.read(As { who: &who, is_open: true }, &file, 0, segment(&[0; 8]).await).await.unwrap();
+        assert_eq!(read.segment.as_slice(), b"new");
+    });
+    daemon.stop();
+    let said = std::fs::read_to_string(&log).unwrap();
+    assert!(!said.contains("it is revoked"), "{said}");
 }

@@ -193,6 +193,11 @@ impl Client {
         self
     }
 
+    /// Whether the connection has ended.
+    pub fn has_ended(&self) -> bool {
+        self.0.shared.failure.borrow().is_some()
+    }
+
     /// Answers calls of the server over TCP. Without this, a call ends the connection.
     pub fn answer_calls(&self, answer: Answer) {
         *self.0.shared.answer.borrow_mut() = Some(answer);

@@ -56,6 +56,8 @@ pub(super) enum Event {
     Close(Arc<OpenFile>),
     /// The file has been made, and is open.
     Made(Arc<OpenFile>),
+    /// The back channel is bound to this connection; `None` if that has failed.
+    Bound(Option<u64>),
     /// A delegation was recalled.
     Recalled,
     /// A delegation is not held any more.
@@ -84,6 +86,7 @@ pub(super) struct Keeper {
     client: Option<(u64, u32)>,
     /// Connection with the back channel.
     bound: Option<u64>,
+    is_binding: bool,
     generation: u64,
     server: Vec<u8>,
     lease: Duration,
@@ -98,6 +101,7 @@ impl Keeper {
             verifier: thruway_engine::random::random(),
             client: None,
             bound: None,
+            is_binding: false,
             generation: 0,
             server: Vec::new(),
             lease: Duration::from_secs(30),
@@ -209,27 +213,31 @@ impl Keeper {
         Ok(Session::new(id, self.generation, slots, data(response), data(request)))
     }
 
-    /// Binds the back channel to a new connection, if the earlier one is lost.
-    async fn bind(&mut self) {
+    /// Binds the back channel to a new connection, if the earlier one is lost. [`Event::Bound`] reports the end.
+    fn bind(&mut self) {
         const FORE_OR_BOTH: u32 = 3;
-        let Some(session) = self.shared.session().filter(|_| self.bound.is_some()) else { return };
-        let Ok(connection) = self.shared.connection().await else { return };
-        if self.bound == Some(connection) {
+        let Some(session) = self.shared.session().filter(|_| self.bound.is_some() && !self.is_binding) else { return };
+        let known = self.shared.connection_if_any();
+        if known == self.bound {
             return;
         }
-        let bind = Compound::new().then(op::BIND_CONN_TO_SESSION, |out| {
-            out.fixed(&session.id);
-            [FORE_OR_BOTH, 0].into_iter().for_each(|word| out.u32(word));
+        self.is_binding = true;
+        let shared = Arc::clone(&self.shared);
+        tokio::task::spawn_local(async move {
+            let bind = Compound::new().then(op::BIND_CONN_TO_SESSION, |out| {
+                out.fixed(&session.id);
+                [FORE_OR_BOTH, 0].into_iter().for_each(|word| out.u32(word));
+            });
+            let connection = shared.connection().await.ok();
+            let bound = match shared.call_alone(bind).await {
+                Ok(reply) => Results::of(&reply).and_then(|mut results| results.next("BIND_CONN_TO_SESSION").map(drop)),
+                Err(error) => Err(error),
+            };
+            if let Err(error) = &bound {
+                tracing::debug!(%error, "the NFS server cannot call this client");
+            }
+            shared.tell(Event::Bound(connection.filter(|_| bound.is_ok())));
         });
-        let bound = self
-            .shared
-            .call_alone(bind)
-            .await
-            .and_then(|reply| Results::of(&reply)?.next("BIND_CONN_TO_SESSION").map(drop));
-        match bound {
-            Ok(()) => self.bound = Some(connection),
-            Err(error) => tracing::debug!(%error, "the NFS server cannot call this client"),
-        }
     }
 
     /// Ends the reclaims of the client.
@@ -310,7 +318,7 @@ impl Keeper {
                         self.shared.callbacks.recall_all();
                         self.opens.give_up_delegations();
                     }
-                    self.bind().await;
+                    self.bind();
                     if renewed.elapsed() >= self.lease / 3 {
                         renewed = Instant::now();
                         let shared = Arc::clone(&self.shared);
@@ -339,6 +347,10 @@ impl Keeper {
                 Event::SessionLost(_) | Event::StateLost(_) => {}
                 Event::Close(file) => self.close(file),
                 Event::Made(file) => made.push_back((Instant::now(), file)),
+                Event::Bound(connection) => {
+                    self.is_binding = false;
+                    self.bound = connection.or(self.bound);
+                }
                 Event::Recalled => self.opens.give_up_delegations(),
                 Event::Return { handle, stateid, who } => {
                     let shared = Arc::clone(&self.shared);

@@ -385,6 +385,11 @@ impl Shared {
         }
     }
 
+    /// Number of this thread's connection, if there is one.
+    pub(super) fn connection_if_any(self: &Arc<Shared>) -> Option<u64> {
+        Some(lane(self).known()?.0)
+    }
+
     /// Number of this thread's connection, which is established if there is none.
     pub(super) async fn connection(self: &Arc<Shared>) -> io::Result<u64> {
         Ok(lane(self).client(self).await?.0)
@@ -471,7 +476,7 @@ struct Lane {
 
 impl Lane {
     fn known(&self) -> Option<(u64, Client)> {
-        self.client.borrow().clone()
+        self.client.borrow().clone().filter(|(_, client)| !client.has_ended())
     }
 
     /// The connection and its number. Connects if there is none.
