@@ -88,7 +88,7 @@ fn ok(command: &mut Command) {
     assert!(output.status.success(), "{command:?}: {}", String::from_utf8_lossy(&output.stderr));
 }
 
-/// Connects what comes to a server, and keeps what the clients say; returns where it listens.
+/// A proxy for a server that records the bytes of the clients. Returns its address.
 fn recorder(server: String, said: Arc<Mutex<Vec<Vec<u8>>>>) -> String {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap().to_string();

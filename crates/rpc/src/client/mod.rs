@@ -29,7 +29,7 @@ use tokio::task::JoinHandle;
 
 /// Longest reply, in bytes.
 const REPLY_MAX: usize = BULK_MAX + (64 << 10);
-/// What a server says that it sends costs no memory before it is there, but for so many bytes.
+/// Bytes for which memory is allocated before they have arrived.
 const STEP: usize = 256 << 10;
 /// Memory of replies that is kept for those that come.
 const SPARE_MAX: usize = 64;

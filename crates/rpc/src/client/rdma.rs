@@ -56,7 +56,7 @@ impl Drop for InProgress<'_> {
     }
 }
 
-/// What has come for a call.
+/// Reply to a call.
 pub(super) struct Arrived {
     pub message: Vec<u8>,
     /// Items of the results that are not among the bytes.

@@ -36,7 +36,7 @@ const BEGINNING: usize = 2 << 10;
 const EMPTY_FRAGMENTS_MAX: usize = 8;
 /// Fragments of the first call of a connection, which is read without a buffer. Clients send one.
 const FIRST_FRAGMENTS_MAX: usize = 16;
-/// What a client says that it sends costs no memory before it is there, but for so many bytes.
+/// Bytes for which memory is allocated before they have arrived.
 const STEP: usize = 64 << 10;
 
 /// Configuration of a server.

@@ -300,7 +300,7 @@ fn read_config(path: &Path) -> Result<config::File, Mistakes> {
 /// The arguments with what the configuration file says.
 fn with_config(path: &Path) -> Result<ServeArgs, Mistakes> {
     let file = read_config(path)?;
-    // What the file says stands before what the command line says, which so has the last word.
+    // The options of the file precede those of the command line, which take effect in case of a conflict.
     let mut args: Vec<OsString> = std::env::args_os().collect();
     let verb = args.iter().position(|arg| arg == "serve").expect("the command that is running");
     args.splice(verb + 1..verb + 1, file.options);
