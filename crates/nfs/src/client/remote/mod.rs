@@ -629,8 +629,9 @@ impl FileSystem for NfsFileSystem {
                 let data = d.bulk(len as u32).map_err(|_| Errno::IO)?;
                 segment.as_mut_slice()[filled..filled + data.len()].copy_from_slice(data.as_slice());
                 filled += data.len();
-                if data.is_empty() {
-                    break;
+                if data.is_empty() && !is_end && len > 0 {
+                    // Neither data nor the end: the next request would return the same.
+                    return Err(Errno::IO);
                 }
             }
             drop(segment.split_off(filled));
@@ -723,9 +724,16 @@ impl FileSystem for NfsFileSystem {
             match what {
                 Make::NewFile => self.make_file(who, &handle, name, None, set).await,
                 Make::Exclusive(number) => self.make_file(who, &handle, name, Some(number), set).await,
-                Make::File => match self.make_file(who, &handle, name, None, set).await {
-                    Err(Errno::EXIST) => self.take_file(who, dir, name, set.size).await,
-                    made => made,
+                Make::File => loop {
+                    match self.make_file(who, &handle, name, None, set).await {
+                        Err(Errno::EXIST) => {}
+                        made => break made,
+                    }
+                    match self.take_file(who, dir, name, set.size).await {
+                        // It was removed in the meantime.
+                        Err(Errno::NOENT) => {}
+                        taken => break taken,
+                    }
                 },
                 what => self.make_other(who, &handle, name, what, set).await,
             }

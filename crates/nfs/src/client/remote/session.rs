@@ -230,13 +230,15 @@ impl Shared {
         }
     }
 
-    /// The session, when there is one.
+    /// Waits for a session that has not ended.
     async fn current(&self) -> Result<Arc<Session>> {
         let mut changes = self.session.subscribe();
-        let found = changes.wait_for(|session| session.is_some() || self.has_ended.load(Ordering::Relaxed)).await;
-        let session = found.ok().and_then(|session| session.clone());
+        let can_be_used = |session: &Option<Arc<Session>>| {
+            session.as_ref().is_some_and(|session| !session.has_ended()) || self.has_ended.load(Ordering::Relaxed)
+        };
+        let found = changes.wait_for(can_be_used).await.ok().and_then(|session| session.clone());
         self.check()?;
-        session.ok_or_else(|| CallError::from(io::Error::from(io::ErrorKind::NotConnected)).into())
+        found.ok_or_else(|| CallError::from(io::Error::from(io::ErrorKind::NotConnected)).into())
     }
 
     /// Executes operations as a user. They are executed once, also if the caller stops waiting.
@@ -304,7 +306,7 @@ impl Shared {
         mut compound: Compound,
     ) -> Result<Option<Answer>> {
         let session = Arc::clone(&slot.of);
-        let mut delay = DELAYS.0;
+        let (mut delay, mut retry) = (DELAYS.0, Duration::ZERO);
         loop {
             self.check()?;
             if session.has_ended() {
@@ -330,6 +332,9 @@ impl Shared {
                 Ok(reply) => reply,
                 Err(ClientError::Call(CallError::Connection(_) | CallError::TimedOut(_) | CallError::Malformed(_))) => {
                     lane.forget(number);
+                    // At once after the first loss; a server that ends each connection costs little time.
+                    tokio::time::sleep(retry).await;
+                    retry = (retry * 2).clamp(DELAYS.0, RETRY_INTERVAL);
                     continue;
                 }
                 Err(error) => return Err(error),
@@ -583,4 +588,59 @@ fn errno_of(status: Status) -> Errno {
 /// Data of a WRITE.
 pub(super) fn body(segment: &Arc<Segment>, range: Range<usize>) -> Body {
     Body::Shared(Arc::clone(segment), range)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn requests_wait_for_a_session_that_has_not_ended() {
+        let (events, _) = mpsc::unbounded_channel();
+        let machine = Credentials { uid: 0, gid: 0, groups: Vec::new() };
+        let shared = Shared::new(Vec::new(), None, false, machine, Vec::new(), events);
+        let is_there = async || tokio::time::timeout(Duration::ZERO, shared.current()).await.is_ok();
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(async {
+            assert!(!is_there().await);
+            let session = Session::new([1; 16], 1, 4, 4096, 4096);
+            shared.publish(Some(Arc::clone(&session)));
+            assert!(is_there().await);
+            session.end();
+            assert!(!is_there().await, "a request would try it again and again");
+            shared.end();
+            assert!(shared.current().await.is_err());
+        });
+    }
+
+    #[test]
+    fn statuses_come_back_as_the_errors_that_they_are_made_of() {
+        for error in [
+            Errno::PERM,
+            Errno::NOENT,
+            Errno::IO,
+            Errno::NXIO,
+            Errno::ACCESS,
+            Errno::EXIST,
+            Errno::XDEV,
+            Errno::NOTDIR,
+            Errno::ISDIR,
+            Errno::INVAL,
+            Errno::FBIG,
+            Errno::NOSPC,
+            Errno::ROFS,
+            Errno::MLINK,
+            Errno::NAMETOOLONG,
+            Errno::NOTEMPTY,
+            Errno::DQUOT,
+            Errno::STALE,
+            Errno::BUSY,
+            Errno::NODATA,
+            Errno::TOOBIG,
+            Errno::OPNOTSUPP,
+            Errno::AGAIN,
+        ] {
+            assert_eq!(errno_of(Status::from(error)), error);
+        }
+    }
 }
