@@ -363,3 +363,34 @@ fn recalls_arrive_after_a_cut() {
     let said = std::fs::read_to_string(&log).unwrap();
     assert!(!said.contains("it is revoked"), "{said}");
 }
+
+/// Servers that close each connection, or reply with nonsense, end the start of the daemon with an error.
+#[test]
+fn a_server_that_talks_nonsense_is_refused() {
+    let record = |body: &[u8]| [&(0x8000_0000 | body.len() as u32).to_be_bytes()[..], body].concat();
+    // The first word of the last two is the number of the call: a reply with a status only, and one with results that end early.
+    let replies: [fn(&[u8]) -> Vec<u8>; 4] = [
+        |_| Vec::new(),
+        |_| vec![0xff; 100],
+        |xid| [xid, &1_u32.to_be_bytes(), &[0; 16]].concat(),
+        |xid| [xid, &1_u32.to_be_bytes(), &[0; 24], &1_u32.to_be_bytes(), &42_u32.to_be_bytes(), &[0; 7]].concat(),
+    ];
+    for (n, reply) in replies.into_iter().enumerate() {
+        let lab = Lab::new();
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let at = listener.local_addr().unwrap();
+        std::thread::spawn(move || {
+            for client in listener.incoming() {
+                let mut client = client.unwrap();
+                let mut call = [0; 4096];
+                let count = client.read(&mut call).unwrap_or(0);
+                let body = reply(call.get(4..8).filter(|_| count >= 8).unwrap_or_default());
+                let sent = if n < 2 { body } else { record(&body) };
+                // The client may have gone.
+                let _ = client.write_all(&sent);
+            }
+        });
+        let said = refused(&lab, &format!("r=nfs://{at}/d"));
+        assert!(said.contains(&format!("share 'r': nfs://{at}/d: ")), "{n}: {said}");
+    }
+}

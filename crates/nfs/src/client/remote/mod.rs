@@ -580,12 +580,15 @@ impl FileSystem for NfsFileSystem {
                 let handle = handle.clone();
                 tokio::task::spawn_local(async move { opens.open(&shared, &who, &handle, wanted).await })
             };
-            let guard = match opening.await.map_err(|_| Errno::IO)? {
+            let (guard, described) = match opening.await.map_err(|_| Errno::IO)? {
                 // Version 4.0, and some servers of later versions, have one status for links and all special files.
                 Err(Errno::LOOP) if self.attributes(file).await?.kind != Kind::SymbolicLink => return Err(Errno::NXIO),
                 opened => opened?,
             };
-            let attributes = self.attributes(file).await?;
+            let attributes = match described {
+                Some(described) => self.attributes_of(described).await?,
+                None => self.attributes(file).await?,
+            };
             Ok((Arc::new(guard) as OpenGuard, attributes))
         })
     }
@@ -595,20 +598,21 @@ impl FileSystem for NfsFileSystem {
             let handle = self.handle(file).await?;
             let wanted = segment.len();
             let read_max = self.session_limits().0;
-            let (mut filled, mut is_end, mut attributes) = (0, false, None);
+            let (mut filled, mut attributes) = (0, None);
             // Linux's server refuses larger offsets.
             if at_byte > i64::MAX as u64 {
                 let attributes = self.attributes(file).await?;
                 drop(segment.split_off(0));
                 return Ok(ReadData { segment, is_end: true, attributes: Some(attributes) });
             }
-            while !is_end && (filled < wanted || attributes.is_none()) {
+            let is_end = loop {
                 let len = (wanted - filled).min(read_max);
                 let from = at_byte + filled as u64;
-                let is_first = attributes.is_none();
+                // They are needed if the rights of the user were not checked by an open.
+                let with_attributes = !user.is_open && attributes.is_none();
                 let build = |stateid: [u8; 16]| {
                     let mut compound = at(&handle);
-                    if is_first {
+                    if with_attributes {
                         compound = compound.then(op::GETATTR, |out| of_files().encode(out));
                     }
                     let compound = compound.then(op::READ, |out| {
@@ -621,11 +625,11 @@ impl FileSystem for NfsFileSystem {
                 let answer = self.call_open(user, &handle, build).await?;
                 let mut results = answer.results().map_err(errno)?;
                 results.next("PUTFH").map_err(errno)?;
-                if is_first {
+                if with_attributes {
                     attributes = Some(self.described(&mut results).await?);
                 }
                 let d = results.next("READ").map_err(errno)?;
-                is_end = d.bool().map_err(|_| Errno::IO)?;
+                let is_end = d.bool().map_err(|_| Errno::IO)?;
                 let data = d.bulk(len as u32).map_err(|_| Errno::IO)?;
                 segment.as_mut_slice()[filled..filled + data.len()].copy_from_slice(data.as_slice());
                 filled += data.len();
@@ -633,7 +637,10 @@ impl FileSystem for NfsFileSystem {
                     // Neither data nor the end: the next request would return the same.
                     return Err(Errno::IO);
                 }
-            }
+                if is_end || filled == wanted {
+                    break is_end;
+                }
+            };
             drop(segment.split_off(filled));
             Ok(ReadData { segment, is_end, attributes })
         })

@@ -3,7 +3,7 @@
 //! Each user is an open-owner of its own, as with Linux's clients, because servers check the user of an open. A file has one stateid per user,
 //! and is closed when the last guard of that user is dropped.
 
-use super::attributes::HANDLE_MAX;
+use super::attributes::{Described, HANDLE_MAX, of_files};
 use super::callbacks::Delegation;
 use super::recovery::Event;
 use super::session::{Answer, Session, Shared, errno};
@@ -144,13 +144,15 @@ fn open_call(file: &OpenFile, client: u64, access: u32, claim: Claim, wants_dele
             Claim::Previous => [1, 0].into_iter().for_each(|word| out.u32(word)),
         }
     });
-    open.that_changes()
+    open.then(op::GETATTR, |out| of_files().encode(out)).that_changes()
 }
 
-fn opened(answer: &Answer) -> Result<Opened> {
+/// The results of [`open_call`]. The file is open also if its attributes cannot be read.
+fn opened(answer: &Answer) -> Result<(Opened, Option<Described>)> {
     let mut results = answer.results()?;
     results.next("PUTFH")?;
-    get_opened(results.next("OPEN")?)
+    let opened = get_opened(results.next("OPEN")?)?;
+    Ok((opened, results.next("GETATTR").and_then(|d| Described::decode(d)).ok()))
 }
 
 impl Opens {
@@ -206,7 +208,7 @@ impl Opens {
         who: &Credentials,
         handle: &Handle,
         wanted: Rights,
-    ) -> thruway_vfs::Result<Guard> {
+    ) -> thruway_vfs::Result<(Guard, Option<Described>)> {
         let access = if wanted.read || wanted.execute { READ } else { 0 } | if wanted.write { WRITE } else { 0 };
         if access == READ && shared.callbacks.can_be_called() {
             // A new file that is still open for its creator would not be delegated.
@@ -225,14 +227,14 @@ impl Opens {
                 continue;
             }
             let made = access == 0 && file.state().stateid.is_some();
-            let result = if made { Ok(()) } else { self.open_on_server(shared, who, &file, access).await };
+            let result = if made { Ok(None) } else { self.open_on_server(shared, who, &file, access).await };
             let mut state = file.state();
             match result {
-                Ok(()) => {
+                Ok(described) => {
                     state.guards += 1;
                     state.is_to_be_closed = false;
                     drop(state);
-                    return Ok(Guard { file: Arc::clone(&file), shared: Arc::clone(shared) });
+                    return Ok((Guard { file: Arc::clone(&file), shared: Arc::clone(shared) }, described));
                 }
                 Err(error) => {
                     if state.guards == 0 && state.stateid.is_none() {
@@ -251,7 +253,7 @@ impl Opens {
         who: &Credentials,
         file: &Arc<OpenFile>,
         access: u32,
-    ) -> thruway_vfs::Result<()> {
+    ) -> thruway_vfs::Result<Option<Described>> {
         // The creator gets the access that the server grants.
         let attempts: &[u32] = if access == 0 { &[READ | WRITE, READ, WRITE] } else { &[access] };
         let mut failure = Errno::ACCESS;
@@ -262,9 +264,9 @@ impl Opens {
             let call = open_call(file, shared.client.load(Ordering::Relaxed), *access, Claim::Handle, wants);
             let answer = shared.call(who, call).await.map_err(errno)?;
             match opened(&answer) {
-                Ok(opened) => {
+                Ok((opened, described)) => {
                     self.note(shared, file, opened, *access, who);
-                    return Ok(());
+                    return Ok(described);
                 }
                 Err(error) if error.status() == Some(Status::WRONG_TYPE) => return Err(Errno::NXIO),
                 Err(error) if error.status() == Some(Status::SYMLINK) => return Err(Errno::LOOP),
@@ -275,7 +277,7 @@ impl Opens {
             }
         }
         // Servers let the owner of a file read and write without an open.
-        if access == 0 { Ok(()) } else { Err(failure) }
+        if access == 0 { Ok(None) } else { Err(failure) }
     }
 
     fn note(&self, shared: &Arc<Shared>, file: &Arc<OpenFile>, opened: Opened, access: u32, who: &Credentials) {
@@ -392,7 +394,7 @@ impl Opens {
                 answer.ok_or(ClientError::Status { operation: "SEQUENCE", status: Status::BADSESSION.0 })?
             }
         };
-        let opened = opened(&answer)?;
+        let (opened, _) = opened(&answer)?;
         self.note(shared, file, opened, access, &who);
         Ok(())
     }
