@@ -148,6 +148,12 @@ impl Client {
 
     /// The results of a compound: what is behind the header of the reply.
     pub(crate) fn compound(&self, count: u32, operations: &[u8]) -> Vec<u8> {
+        let call = self.call(count, operations);
+        thruway_rpc::fuzzing::call(&self.programs, &call).map_or_else(Vec::new, |reply| reply[24..].to_vec())
+    }
+
+    /// The message of a compound.
+    fn call(&self, count: u32, operations: &[u8]) -> Vec<u8> {
         let mut call = Encoder::new();
         for word in [9, 0, 2, v4::PROGRAM, 4, 1] {
             call.u32(word);
@@ -160,18 +166,31 @@ impl Client {
         for word in [0, 0, 0, self.minor, count] {
             call.u32(word);
         }
-        let call = [call.to_bytes(), operations.to_vec()].concat();
-        thruway_rpc::fuzzing::call(&self.programs, &call).map_or_else(Vec::new, |reply| reply[24..].to_vec())
+        [call.to_bytes(), operations.to_vec()].concat()
     }
 
     /// As [`Client::compound`], behind a SEQUENCE.
     pub(crate) fn in_session(&mut self, count: u32, operations: &[u8]) -> Vec<u8> {
+        let operations = self.behind_sequence(operations);
+        self.compound(count + 1, &operations)
+    }
+
+    /// As [`Client::in_session`], on a reactor, where the server may have the call wait for its share of the time.
+    #[cfg(test)]
+    pub(crate) async fn in_session_on_reactor(&mut self, count: u32, operations: &[u8]) -> Vec<u8> {
+        let operations = self.behind_sequence(operations);
+        let call = self.call(count + 1, &operations);
+        let reply = thruway_rpc::fuzzing::answer(&self.programs, &call).await;
+        reply.map_or_else(Vec::new, |reply| reply[24..].to_vec())
+    }
+
+    fn behind_sequence(&mut self, operations: &[u8]) -> Vec<u8> {
         let mut sequence = Encoder::new();
         sequence.u32(SEQUENCE);
         sequence.fixed(&self.session);
         [self.sequence, 0, 0, 1].into_iter().for_each(|word| sequence.u32(word));
         self.sequence += 1;
-        self.compound(count + 1, &[sequence.to_bytes(), operations.to_vec()].concat())
+        [sequence.to_bytes(), operations.to_vec()].concat()
     }
 }
 

@@ -50,10 +50,15 @@ fn without_waiting<T>(work: impl Future<Output = T>) -> Option<T> {
 
 /// The reply to a call, if there is one at once.
 pub fn call(programs: &Programs, message: &[u8]) -> Option<Vec<u8>> {
+    without_waiting(answer(programs, message)).flatten()
+}
+
+/// The reply to a call.
+pub async fn answer(programs: &Programs, message: &[u8]) -> Option<Vec<u8>> {
     let connection = Rc::new(Connection::new(None, Transport::Tcp, false, Vec::new()));
     match programs.receive(message.to_vec(), SmallVec::new(), &connection) {
         Ok(Some(Received::Call(mut call, program))) => {
-            without_waiting(programs.answer(&mut call, &*program)).flatten().map(|reply| reply.to_bytes())
+            programs.answer(&mut call, &*program).await.map(|reply| reply.to_bytes())
         }
         _ => None,
     }

@@ -93,9 +93,12 @@ fn operations_are_where_they_may_be() {
     }
 }
 
-/// Units of work of these operations, and of a new session, on a share in memory.
+/// Status of these operations on a share in memory, and their units of work.
 fn units_of(count: u32, operations: Vec<u8>) -> (u32, u64) {
-    thruway_server::slices::measured(move || async move { status(&Client::new().in_session(count, &operations)).0 })
+    let mut client = Client::new();
+    thruway_server::slices::measured(move || async move {
+        status(&client.in_session_on_reactor(count, &operations).await).0
+    })
 }
 
 #[test]
