@@ -5,11 +5,14 @@
 
 use crate::client::Handle;
 use quick_cache::sync::Cache;
-use redb::{Database, ReadableDatabase, TableDefinition};
+use redb::{Database, DatabaseError, ReadableDatabase, TableDefinition};
 use rustix::io::Errno;
 use std::collections::HashMap;
 use std::fmt::Display;
+use std::fs::OpenOptions;
 use std::io;
+use std::os::unix::fs::OpenOptionsExt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard};
 use thruway_vfs::workers::Workers;
@@ -51,17 +54,7 @@ fn failed(error: impl Display) -> io::Error {
 impl Handles {
     /// Opens the table in a file, or begins one in memory.
     pub(super) fn open(file: Option<&Path>) -> io::Result<Handles> {
-        let database = match file {
-            None => None,
-            Some(path) => {
-                let database = Database::builder().set_cache_size(CACHE_BYTES).create(path).map_err(failed)?;
-                // Creates the table, so that it can be read.
-                let begun = database.begin_write().map_err(failed)?;
-                drop(begun.open_table(HANDLES).map_err(failed)?);
-                begun.commit().map_err(failed)?;
-                Some(Arc::new(database))
-            }
-        };
+        let database = file.map(|path| open_database(path).map(Arc::new)).transpose()?;
         let recent = Cache::new(RECENT_MAX);
         Ok(Handles { recent, unwritten: Mutex::default(), added: Notify::new(), database, workers: Workers::default() })
     }
@@ -98,7 +91,7 @@ impl Handles {
             return Ok(handle.clone());
         }
         let Some(database) = self.database.clone() else { return Err(Errno::STALE) };
-        let found = self.workers.run(move || read(&database, &hash)).await;
+        let found = self.workers.run(move || guarded(|| read(&database, &hash))).await;
         let handle = found.map_err(|error| {
             tracing::warn!(%error, "the table of handles cannot be read");
             Errno::IO
@@ -116,13 +109,44 @@ impl Handles {
         if added.is_empty() {
             return;
         }
-        if let Err(error) = write(database, &added) {
+        if let Err(error) = guarded(|| write(database, &added)) {
             tracing::warn!(%error, "the table of handles cannot be written; after a restart, clients look up some files again");
             return;
         }
         let mut unwritten = self.unwritten();
         added.iter().for_each(|(hash, _)| drop(unwritten.remove(hash)));
     }
+}
+
+/// Opens the file, for its owner only: a handle gives access to a file. A damaged file is replaced by an empty one.
+fn open_database(path: &Path) -> io::Result<Database> {
+    OpenOptions::new().append(true).create(true).mode(0o600).open(path)?;
+    let open = || {
+        let database = Database::builder().set_cache_size(CACHE_BYTES).create(path).map_err(|error| match error {
+            DatabaseError::DatabaseAlreadyOpen => {
+                io::Error::new(io::ErrorKind::ResourceBusy, "in use by another daemon")
+            }
+            error => failed(error),
+        })?;
+        // Creates the table, so that it can be read.
+        let begun = database.begin_write().map_err(failed)?;
+        drop(begun.open_table(HANDLES).map_err(failed)?);
+        begun.commit().map_err(failed)?;
+        Ok(database)
+    };
+    guarded(open).or_else(|error| {
+        if error.kind() == io::ErrorKind::ResourceBusy {
+            return Err(error);
+        }
+        tracing::warn!(%error, path = %path.display(), "damaged: clients look up files with long handles again");
+        OpenOptions::new().write(true).truncate(true).open(path)?;
+        guarded(open)
+    })
+}
+
+/// A damaged file may let the database panic.
+fn guarded<T>(action: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
+    catch_unwind(AssertUnwindSafe(action)).unwrap_or_else(|_| Err(failed("the table is damaged")))
 }
 
 fn read(database: &Database, hash: &Hash) -> io::Result<Option<Handle>> {
@@ -146,6 +170,24 @@ fn write(database: &Database, added: &[(Hash, Handle)]) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::os::unix::fs::PermissionsExt;
+
+    #[test]
+    fn a_damaged_table_is_begun_again() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("handles");
+        for damaged in [&b"nonsense"[..], &[0; 70_000]] {
+            std::fs::write(&path, damaged).unwrap();
+            let handles = Handles::open(Some(&path)).unwrap();
+            let handle: Handle = vec![7; 64].into();
+            let id = handles.id(&handle);
+            handles.write();
+            drop(handles);
+            let again = Handles::open(Some(&path)).unwrap();
+            assert!(Handles::open(Some(&path)).is_err_and(|error| error.kind() == io::ErrorKind::ResourceBusy));
+            assert_eq!(run(again.handle(&id)), Ok(handle));
+        }
+    }
 
     fn run<T>(test: impl Future<Output = T>) -> T {
         tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(test)
@@ -166,6 +208,8 @@ mod tests {
         });
         handles.write();
         drop(handles);
+        let mode = std::fs::metadata(&path).unwrap().permissions().mode();
+        assert_eq!(mode & 0o777, 0o600, "handles are not for everybody");
         let again = Handles::open(Some(&path)).unwrap();
         run(async {
             for (id, handle) in ids.iter().zip(&all) {
