@@ -4,9 +4,7 @@
 //! without a recall. [`FileSystem::lease`](thruway_vfs::FileSystem::lease) hands it on to clients of this host. It is returned when the
 //! file has been closed and the last lease has been dropped.
 
-use super::opens::Stateid;
-use super::recovery::Event;
-use super::session::Shared;
+use super::events::{Event, Events, Stateid};
 use crate::client::Handle;
 use crate::status::Status;
 use crate::v4::bitmap::Bitmap;
@@ -48,7 +46,7 @@ pub(super) struct Delegation {
     is_recalled: AtomicBool,
     /// Leases, by their numbers.
     leases: Mutex<HashMap<u64, Arc<OnChange>>>,
-    shared: Arc<Shared>,
+    of: Callbacks,
 }
 
 impl Delegation {
@@ -80,9 +78,9 @@ impl Delegation {
 
 impl Drop for Delegation {
     fn drop(&mut self) {
-        self.shared.callbacks.forget(self);
+        self.of.forget(self);
         let (handle, who) = (self.handle.clone(), self.who.clone());
-        self.shared.tell(Event::Return { handle, stateid: self.stateid, who });
+        self.of.events.tell(Event::Return { handle, stateid: self.stateid, who });
     }
 }
 
@@ -138,12 +136,19 @@ struct State {
 }
 
 /// All delegations of a client, and its back channel.
-#[derive(Default)]
-pub(super) struct Callbacks(Mutex<State>);
+#[derive(Clone)]
+pub(super) struct Callbacks {
+    state: Arc<Mutex<State>>,
+    events: Events,
+}
 
 impl Callbacks {
+    pub(super) fn new(events: Events) -> Callbacks {
+        Callbacks { state: Arc::default(), events }
+    }
+
     fn state(&self) -> MutexGuard<'_, State> {
-        self.0.lock().expect("no panics under the lock")
+        self.state.lock().expect("no panics under the lock")
     }
 
     /// Callbacks come in this session; `None` if it has no back channel.
@@ -157,20 +162,14 @@ impl Callbacks {
     }
 
     /// Records a delegation.
-    pub(super) fn add(
-        &self,
-        shared: &Arc<Shared>,
-        handle: &Handle,
-        stateid: Stateid,
-        who: &Credentials,
-    ) -> Arc<Delegation> {
+    pub(super) fn add(&self, handle: &Handle, stateid: Stateid, who: &Credentials) -> Arc<Delegation> {
         let delegation = Arc::new(Delegation {
             handle: handle.clone(),
             stateid,
             who: who.clone(),
             is_recalled: AtomicBool::new(false),
             leases: Mutex::default(),
-            shared: Arc::clone(shared),
+            of: self.clone(),
         });
         let mut state = self.state();
         state.held.insert(name(&stateid), Arc::downgrade(&delegation));
@@ -215,7 +214,7 @@ impl Callbacks {
         };
         if let Some(delegation) = found {
             delegation.recall();
-            delegation.shared.tell(Event::Recalled);
+            self.events.tell(Event::Recalled);
         }
     }
 
@@ -360,20 +359,18 @@ mod tests {
         Decoder::new(&out.to_bytes()).u32().unwrap()
     }
 
-    fn shared() -> Arc<Shared> {
-        let (events, _) = tokio::sync::mpsc::unbounded_channel();
-        let who = Credentials { uid: 0, gid: 0, groups: Vec::new() };
-        Shared::new(Vec::new(), None, true, who, Vec::new(), events)
+    fn callbacks() -> Callbacks {
+        Callbacks::new(Events::new().0)
     }
 
     #[test]
     fn a_recall_reaches_the_leases_once() {
-        let (callbacks, shared) = (Callbacks::default(), shared());
-        let who = shared.machine.clone();
+        let callbacks = callbacks();
+        let who = Credentials { uid: 0, gid: 0, groups: Vec::new() };
         let recalled = Arc::new(AtomicU64::new(0));
         assert_eq!(status(&callbacks, &recall(SESSION, 1, [1; 16])), Status::BADSESSION.0);
         callbacks.expect_in(Some(SESSION));
-        let delegation = callbacks.add(&shared, &b"handle"[..].into(), [1; 16], &who);
+        let delegation = callbacks.add(&b"handle"[..].into(), [1; 16], &who);
         let count = Arc::clone(&recalled);
         let lease = delegation.lease(Box::new(move || {
             count.fetch_add(1, Ordering::Relaxed);
@@ -387,7 +384,7 @@ mod tests {
         assert!(delegation.lease(Box::new(|| ())).is_none(), "it has been recalled");
         // A recall before the reply that grants the delegation.
         assert_eq!(status(&callbacks, &recall(SESSION, 2, [2; 16])), 0);
-        assert!(callbacks.add(&shared, &b"other"[..].into(), [2; 16], &who).is_recalled());
+        assert!(callbacks.add(&b"other"[..].into(), [2; 16], &who).is_recalled());
         drop((lease, delegation));
         assert!(!callbacks.any());
     }
@@ -395,7 +392,7 @@ mod tests {
     proptest! {
         #[test]
         fn nonsense_is_refused(data in prop::collection::vec(any::<u8>(), 0..200), at in 0..60_usize, byte in any::<u8>()) {
-            let callbacks = Callbacks::default();
+            let callbacks = callbacks();
             callbacks.expect_in(Some(SESSION));
             let mut damaged = recall(SESSION, 1, [1; 16]);
             damaged[at] = byte;

@@ -5,16 +5,19 @@
 
 mod attributes;
 mod callbacks;
+mod events;
 mod handles;
 mod opens;
+mod options;
 mod recovery;
 mod session;
 
 use self::attributes::{Described, Owner, of_entries, of_files, of_usage, put_changed, put_is_directory, put_set};
+use self::events::{Event, Events};
 use self::handles::Handles;
 use self::opens::{ANONYMOUS, Opens, READ, WANT_NO_DELEGATION, WRITE, get_handle, get_opened, put_open};
-use self::recovery::{Begun, Event, Keeper};
-pub use self::session::ChooseRdma;
+pub use self::options::{ChooseRdma, NfsOptions};
+use self::recovery::{Begun, Keeper};
 use self::session::{Answer, Shared, body, errno};
 use crate::client::compound::{Compound, Results};
 use crate::client::{ClientError, Handle};
@@ -26,8 +29,6 @@ use crate::v4::op;
 use rustix::io::Errno;
 use std::collections::HashMap;
 use std::io;
-use std::net::SocketAddr;
-use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
@@ -40,24 +41,6 @@ use thruway_vfs::{
     Allocate, As, Attributes, Credentials, Entry, FileId, FileSystem, Kind, Listing, Make, OnChange, Op, OpenGuard,
     ReadData, Result, Rights, Room, Seek, SetAttributes, SetXattr, Stability, Time, Usage,
 };
-use tokio::sync::mpsc;
-
-/// A server and a directory there.
-#[derive(Clone)]
-pub struct NfsOptions {
-    /// Addresses of the server, of which the first that answers is used.
-    pub servers: Vec<SocketAddr>,
-    /// How the server is reached over RDMA; `None` for TCP.
-    pub rdma: Option<ChooseRdma>,
-    /// Names from the root of the server's shares to the directory.
-    pub path: Vec<Vec<u8>>,
-    /// Name of the client: unique, and the same after a restart, so that the server frees the state of the earlier run.
-    pub owner: Vec<u8>,
-    /// Whether clients of this host may get delegations for reading, which the server then has to grant. Over TCP only.
-    pub delegations: bool,
-    /// File for long handles of the server. Without one, long handles are stale after a restart.
-    pub handles: Option<PathBuf>,
-}
 
 /// Maximum number of files whose last writers are known.
 const WRITERS_MAX: usize = 64 << 10;
@@ -113,7 +96,7 @@ impl NfsFileSystem {
     /// # Errors
     /// If no address answers, the server does not support version 4.1, or there is no such directory.
     pub fn open(options: NfsOptions) -> io::Result<NfsFileSystem> {
-        let (events, heard) = mpsc::unbounded_channel();
+        let (events, heard) = Events::new();
         let process = Credentials {
             uid: rustix::process::geteuid().as_raw(),
             gid: rustix::process::getegid().as_raw(),

@@ -5,7 +5,7 @@
 
 use super::attributes::{Described, HANDLE_MAX, of_files};
 use super::callbacks::Delegation;
-use super::recovery::Event;
+use super::events::{Event, Stateid};
 use super::session::{Answer, Session, Shared, errno};
 use crate::client::compound::{Compound, Results};
 use crate::client::{ClientError, Handle, Result};
@@ -27,9 +27,6 @@ pub(super) const WANT_NO_DELEGATION: u32 = 0x400;
 
 /// Stateid of requests without an open.
 pub(super) const ANONYMOUS: Stateid = [0; 16];
-
-/// A stateid. The first four bytes are its sequence number, 0 for the newest.
-pub(super) type Stateid = [u8; 16];
 
 /// Claim of an OPEN.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -86,7 +83,7 @@ impl Drop for Guard {
         state.guards -= 1;
         if state.guards == 0 {
             state.is_to_be_closed = true;
-            self.shared.tell(Event::Close(Arc::clone(&self.file)));
+            self.shared.tell(Event::Close(self.file.handle.clone(), self.file.uid));
         }
     }
 }
@@ -286,7 +283,7 @@ impl Opens {
         state.access |= access;
         state.who = Some(who.clone());
         if let Some(stateid) = opened.delegation {
-            let delegation = shared.callbacks.add(shared, &file.handle, stateid, who);
+            let delegation = shared.callbacks.add(&file.handle, stateid, who);
             if access & WRITE == 0 && !delegation.is_recalled() {
                 state.delegation = Some(delegation);
             }
@@ -297,7 +294,7 @@ impl Opens {
     pub(super) fn note_made(&self, shared: &Arc<Shared>, handle: &Handle, opened: Opened, who: &Credentials) {
         let file = self.find_or_insert(handle, who.uid);
         self.note(shared, &file, opened, READ | WRITE, who);
-        shared.tell(Event::Made(file));
+        shared.tell(Event::Made(handle.clone(), who.uid));
     }
 
     /// Drops the delegations that have been recalled. Those of leases are returned with the last lease.
@@ -339,6 +336,13 @@ impl Opens {
     /// Closes a file at once for all users without a guard.
     pub(super) async fn settle(&self, shared: &Arc<Shared>, handle: &Handle) {
         for file in self.of_all_users(handle) {
+            self.close(shared, &file).await;
+        }
+    }
+
+    /// As [`Opens::close`], of the file as a user has it open.
+    pub(super) async fn close_of(&self, shared: &Arc<Shared>, handle: &Handle, uid: u32) {
+        if let Some(file) = self.find(handle, uid) {
             self.close(shared, &file).await;
         }
     }

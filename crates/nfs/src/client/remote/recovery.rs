@@ -1,10 +1,11 @@
 //! The thread of a client: creates sessions, renews the lease, and opens files again after a restart of the server or the loss of the
 //! client (RFC 8881, section 8.4).
 
-use super::NfsOptions;
 use super::attributes::Described;
 use super::callbacks;
-use super::opens::{OpenFile, Opens, Stateid, get_handle};
+use super::events::{Event, Stateid};
+use super::opens::{Opens, get_handle};
+use super::options::NfsOptions;
 use super::session::{RETRY_INTERVAL, SLOTS, Session, Shared};
 use crate::client::compound::{Compound, Results};
 use crate::client::{ClientError, Handle, Result};
@@ -45,26 +46,6 @@ const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Longest time for the end of a session.
 const END_TIMEOUT: Duration = Duration::from_secs(2);
-
-/// A message to the thread.
-pub(super) enum Event {
-    /// The server has ended the session of this generation.
-    SessionLost(u64),
-    /// The server has revoked state of the client in the session of this generation.
-    StateLost(u64),
-    /// Nobody has the file open any more.
-    Close(Arc<OpenFile>),
-    /// The file has been made, and is open.
-    Made(Arc<OpenFile>),
-    /// The back channel is bound to this connection; `None` if that has failed.
-    Bound(Option<u64>),
-    /// A delegation was recalled.
-    Recalled,
-    /// A delegation is not held any more.
-    Return { handle: Handle, stateid: Stateid, who: Credentials },
-    /// The client ends.
-    End,
-}
 
 /// Result of the start of a client.
 pub(super) struct Begun {
@@ -301,7 +282,7 @@ impl Keeper {
                 }
             }
         });
-        let mut made: VecDeque<(Instant, Arc<OpenFile>)> = VecDeque::new();
+        let mut made: VecDeque<(Instant, Handle, u32)> = VecDeque::new();
         let (mut renewed, mut checked) = (Instant::now(), Instant::now() - CHECK_INTERVAL);
         let mut tick = tokio::time::interval(MADE_FOR);
         tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
@@ -309,9 +290,9 @@ impl Keeper {
             let event = tokio::select! {
                 event = rest.recv() => event.unwrap_or(Event::End),
                 _ = tick.tick() => {
-                    while made.front().is_some_and(|(at, _)| at.elapsed() >= MADE_FOR) {
-                        let (_, file) = made.pop_front().expect("it was looked at");
-                        self.close(file);
+                    while made.front().is_some_and(|(at, ..)| at.elapsed() >= MADE_FOR) {
+                        let (_, handle, uid) = made.pop_front().expect("it was looked at");
+                        self.close(handle, uid);
                     }
                     if self.shared.callbacks.any() && self.shared.silence() >= self.lease / 2 {
                         // The server may soon take the client for dead, and let others change the files.
@@ -345,8 +326,8 @@ impl Keeper {
                     });
                 }
                 Event::SessionLost(_) | Event::StateLost(_) => {}
-                Event::Close(file) => self.close(file),
-                Event::Made(file) => made.push_back((Instant::now(), file)),
+                Event::Close(handle, uid) => self.close(handle, uid),
+                Event::Made(handle, uid) => made.push_back((Instant::now(), handle, uid)),
                 Event::Bound(connection) => {
                     self.is_binding = false;
                     self.bound = connection.or(self.bound);
@@ -363,9 +344,9 @@ impl Keeper {
         self.shared.end();
     }
 
-    fn close(&self, file: Arc<OpenFile>) {
+    fn close(&self, handle: Handle, uid: u32) {
         let (shared, opens) = (Arc::clone(&self.shared), Arc::clone(&self.opens));
-        tokio::task::spawn_local(async move { opens.close(&shared, &file).await });
+        tokio::task::spawn_local(async move { opens.close_of(&shared, &handle, uid).await });
     }
 
     async fn destroy_session(&self, session: &Session) -> Result<()> {

@@ -7,7 +7,8 @@
 use super::super::compound::{Compound, Results};
 use super::super::{ClientError, Result, UserCredential};
 use super::callbacks::Callbacks;
-use super::recovery::Event;
+use super::events::{Event, Events};
+use super::options::ChooseRdma;
 use crate::status::Status;
 use crate::v4::op;
 use rustix::io::Errno;
@@ -21,12 +22,12 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
 use std::time::{Duration, Instant};
 use thruway_engine::Segment;
-use thruway_rpc::client::{CallError, Client, RdmaOptions, Reply};
+use thruway_rpc::client::{CallError, Client, Reply};
 use thruway_rpc::message::Refusal;
 use thruway_server::{Body, Plain};
 use thruway_vfs::Credentials;
 use tokio::net::TcpSocket;
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, watch};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 
 /// Maximum time for a reply; then the connection is replaced.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(20);
@@ -134,9 +135,6 @@ impl Answer {
     }
 }
 
-/// How a server is reached over RDMA.
-pub type ChooseRdma = Arc<dyn Fn(SocketAddr) -> io::Result<RdmaOptions> + Send + Sync>;
-
 /// The part of a client that all reactors share.
 pub(super) struct Shared {
     /// Addresses of the server; each connection tries one after the other.
@@ -152,7 +150,7 @@ pub(super) struct Shared {
     /// Time of the last reply in a session, in milliseconds since the start of the client.
     answered: AtomicU64,
     started: Instant,
-    events: mpsc::UnboundedSender<Event>,
+    events: Events,
     /// Number of the client on the server.
     pub client: AtomicU64,
     /// Credentials for requests of the client itself.
@@ -172,7 +170,7 @@ impl Shared {
         wants_delegations: bool,
         machine: Credentials,
         host: Vec<u8>,
-        events: mpsc::UnboundedSender<Event>,
+        events: Events,
     ) -> Arc<Shared> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let over_rdma = rdma.is_some();
@@ -181,7 +179,7 @@ impl Shared {
             rdma,
             minor: AtomicU32::new(2),
             session: watch::Sender::new(None),
-            callbacks: Callbacks::default(),
+            callbacks: Callbacks::new(events.clone()),
             // Calls of the server come over TCP only.
             wants_delegations: wants_delegations && !over_rdma,
             answered: AtomicU64::new(0),
@@ -197,7 +195,7 @@ impl Shared {
 
     /// Sends a message to the thread, if it has not ended.
     pub(super) fn tell(&self, event: Event) {
-        drop(self.events.send(event));
+        self.events.tell(event);
     }
 
     /// Time since the last reply in a session.
@@ -596,7 +594,7 @@ mod tests {
 
     #[test]
     fn requests_wait_for_a_session_that_has_not_ended() {
-        let (events, _) = mpsc::unbounded_channel();
+        let (events, _) = Events::new();
         let machine = Credentials { uid: 0, gid: 0, groups: Vec::new() };
         let shared = Shared::new(Vec::new(), None, false, machine, Vec::new(), events);
         let is_there = async || tokio::time::timeout(Duration::ZERO, shared.current()).await.is_ok();
