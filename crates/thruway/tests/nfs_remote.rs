@@ -369,7 +369,8 @@ fn recalls_arrive_after_a_cut() {
 fn a_server_that_talks_nonsense_is_refused() {
     let record = |body: &[u8]| [&(0x8000_0000 | body.len() as u32).to_be_bytes()[..], body].concat();
     // The first word of the last two is the number of the call: a reply with a status only, and one with results that end early.
-    let replies: [fn(&[u8]) -> Vec<u8>; 4] = [
+    type Reply = fn(&[u8]) -> Vec<u8>;
+    let replies: [Reply; 4] = [
         |_| Vec::new(),
         |_| vec![0xff; 100],
         |xid| [xid, &1_u32.to_be_bytes(), &[0; 16]].concat(),
