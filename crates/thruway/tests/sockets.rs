@@ -866,6 +866,13 @@ fn a_program_may_look_at_a_connection_that_another_one_reads() {
     compare_in_c("looked", RUN);
 }
 
+/// Also where unread bytes of TCP precede those in shared memory.
+#[test]
+fn each_arrival_is_an_edge_behind_unread_bytes() {
+    let counted = counters(&compare_in_c("pieces", STATS));
+    assert!(counted["accelerated"] == 6, "{counted:?}");
+}
+
 /// Bytes behind an urgent one are read, also where the kernel counts none because the urgent one is next. A call that receives ends at its mark.
 #[test]
 fn urgent_data_and_bytes_behind_it_arrive_as_on_tcp() {

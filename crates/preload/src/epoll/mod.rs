@@ -744,7 +744,8 @@ pub(crate) fn arm(number: u32) -> bool {
             if has_waker && one.events & SPECIAL == 0 && one.events & libc::EPOLLIN as u32 != 0 {
                 waker::register(number, ep, one.number, one.events, one.data);
             }
-            let is_empty = one.events & READABLE == 0 || arm_connection(one.number);
+            let is_empty = one.events & READABLE == 0
+                || arm_connection(one.number) && (one.events & EDGE == 0 || !one.has_bytes(slot));
             // Not empty, but the program knows: an edge that has been told; or does not want to.
             is_quiet &= is_empty
                 || one.events & EDGE != 0 && one.is_told(slot)
@@ -1023,7 +1024,7 @@ impl Instance {
         if events & READABLE == 0 || events & (ENDS | PRIORITY) != 0 {
             return events;
         }
-        if data::is_readable(slot) {
+        if one.has_bytes(slot) {
             if one.events & ONE_SHOT == 0 && one.is_told_again(slot) {
                 // The doorbell of what has been told. That it may be sent again is news only where it could not.
                 events &= if may_have_blocked() { !READABLE } else { 0 };
@@ -1031,10 +1032,13 @@ impl Instance {
             state.heat(at);
             return events;
         }
-        if !state.takes_doorbell(at) {
+        let is_doorbell = state.takes_doorbell(at);
+        let one = &mut state.registrations[at as usize];
+        let is_first = one.told == u64::MAX;
+        one.told = one.told.min(u64::MAX - 1);
+        if !is_doorbell {
             return events;
         }
-        let one = &mut state.registrations[at as usize];
         if one.events & ONE_SHOT != 0 {
             // The kernel reports nothing more of it.
             let rest = events & one.events & !READABLE;
@@ -1042,8 +1046,6 @@ impl Instance {
         }
         // Writable it may be nevertheless, which only a level tells again and again, and an edge at first.
         events &= !READABLE;
-        let is_first = one.told == u64::MAX;
-        one.told = one.told.min(u64::MAX - 1);
         if one.events & EDGE != 0 && !is_first && !may_have_blocked() { 0 } else { events }
     }
 

@@ -5,6 +5,7 @@ use crate::tcp::Connection;
 use crate::{data, real, room, wait};
 use libc::{c_int, epoll_event};
 use std::sync::atomic::Ordering;
+use thruway_sockets::{Reader, Segment};
 
 pub(super) const READABLE: u32 = (libc::EPOLLIN | libc::EPOLLRDNORM) as u32;
 pub(super) const WRITABLE: u32 = (libc::EPOLLOUT | libc::EPOLLWRNORM) as u32;
@@ -195,6 +196,22 @@ impl Registration {
         std::mem::replace(&mut self.explained, arrived) != arrived
     }
 
+    /// True if its ring has bytes to report. Each arrival is an event of an edge, also behind unread bytes of the TCP connection.
+    fn has_bytes_in(&self, segment: &Segment, reader: &mut Reader) -> bool {
+        reader.ring_len(segment) != Ok(0) || self.events & EDGE != 0 && reader.has_unread_in_ring(segment)
+    }
+
+    /// As [`Registration::has_bytes_in`].
+    pub(super) fn has_bytes(&self, slot: &Slot) -> bool {
+        match slot.receiving() {
+            Ok(Some(mut receiving)) => {
+                let slots::Receiving { segment, reader, .. } = &mut receiving;
+                self.has_bytes_in(segment, reader)
+            }
+            _ => false,
+        }
+    }
+
     /// True if its ring has unread bytes to report, without a doorbell.
     pub(super) fn is_unannounced(&self) -> bool {
         if self.fd < 0 || self.events & READABLE == 0 || self.events & SPECIAL != 0 {
@@ -204,7 +221,7 @@ impl Registration {
         slots::slot(self.number).try_receiving().is_some_and(|mut receiving| {
             let slots::Receiving { segment, reader, .. } = &mut receiving;
             let is_told = self.events & EDGE != 0 && reader.tail(segment).load(Ordering::Acquire) == self.told;
-            !is_told && reader.ring_len(segment).is_ok_and(|len| len > 0) && !reader.has_doorbells(segment)
+            !is_told && self.has_bytes_in(segment, reader) && !reader.has_doorbells(segment)
         })
     }
 
@@ -226,7 +243,7 @@ impl Registration {
         let slots::Receiving { segment, reader, .. } = &mut receiving;
         let segment = &*segment;
         let is_edge = self.events & EDGE != 0;
-        let mut readable = reader.ring_len(segment) != Ok(0);
+        let mut readable = self.has_bytes_in(segment, reader);
         if is_exclusive {
             self.is_owed = readable && !is_edge;
             return if readable { READABLE & self.events } else { 0 };
@@ -234,7 +251,13 @@ impl Registration {
         if is_edge && readable {
             let tail = reader.tail(segment).load(Ordering::Acquire);
             readable = self.told != tail;
-            self.told = tail;
+            // The bytes before those of the ring cause the first event, and may still be on their way.
+            if readable && reader.ring_len(segment) == Ok(0) {
+                readable = self.told != u64::MAX && Connection::new(self.descriptor()).poll() & READABLE != 0;
+            }
+            if readable {
+                self.told = tail;
+            }
         }
         // From another host, the end of the connection comes before it is said.
         let is_late = readable && segment.is_relayed();

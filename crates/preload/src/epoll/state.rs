@@ -229,7 +229,7 @@ impl State {
             let is_told = one.events & EDGE != 0 && one.is_told(slot);
             let is_wanted = !is_foreign && one.events & READABLE != 0 && one.events & SPECIAL == 0 && !is_told;
             recheck::look(number, is_wanted);
-            if is_wanted && data::is_readable(slot) {
+            if is_wanted && one.has_bytes(slot) {
                 self.heat(at as u32);
             }
         }
@@ -256,7 +256,7 @@ impl State {
         let mut found = false;
         for one in self.registrations.iter_mut().filter(|one| one.fd >= 0 && (one.is_inherited || one.is_owed)) {
             let slot = slots::slot(one.number);
-            let is_readable = data::is_readable(slot);
+            let is_readable = one.has_bytes(slot);
             let is_told = one.events & EDGE != 0 && one.is_told(slot);
             one.is_inherited &= is_readable && !is_told;
             found |= (one.is_inherited || one.is_owed && is_readable) && one.events & READABLE != 0;

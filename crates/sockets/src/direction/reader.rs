@@ -229,6 +229,12 @@ impl Reader {
         self.run != segment.control(self.direction).opened.load(Ordering::Acquire)
     }
 
+    /// True if the ring has unread bytes, also behind bytes of the TCP connection. Cheap: no system call.
+    pub fn has_unread_in_ring(&self, segment: &Segment) -> bool {
+        let tail = segment.control(self.direction).tail.load(Ordering::Acquire);
+        tail & CLOSED == 0 && tail >> POSITION != self.head
+    }
+
     /// Bytes that the ring has before the current run.
     fn len_here(&mut self, segment: &Segment) -> Result<usize, Broken> {
         for _ in 0..READS_MAX {
