@@ -11,6 +11,7 @@ use crate::served::Served;
 use crate::source::Source;
 use std::sync::Arc;
 use thruway_engine::units::{Invalid, parse_size};
+use thruway_options::{OptionError, OptionKind, Required, Schema, Set};
 
 /// A disk under a name.
 pub struct Export {
@@ -65,156 +66,117 @@ pub struct Spec {
     pub layers: Vec<LayerSpec>,
 }
 
-/// An option of a disk: how it is written, and what it means. Command line, configuration file, help and book are generated from
-/// [`OPTIONS`].
-pub struct OptionKind {
-    /// Name before the `=`.
-    pub name: &'static str,
-    /// `NAME=VALUE` with its parts, for messages and the book.
-    pub syntax: &'static str,
-    /// Its key in the configuration file.
-    pub key: &'static str,
-    /// Its value there.
-    pub form: Form,
-    /// The value if none is given, if that is short.
-    pub default: &'static str,
-    /// Description; a sentence or two without the last full stop.
-    pub about: &'static str,
-    /// Sets it.
-    set: Set,
-}
-
-/// How an option is set.
-#[derive(Clone, Copy)]
-enum Set {
-    /// From its value.
-    Value(fn(&mut Spec, &str) -> Result<(), SpecError>),
-    /// From its values, of an option that is a list.
-    List(fn(&mut Spec, &[&str]) -> Result<(), SpecError>),
-}
-
-/// The value of an option in the configuration file.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Form {
-    /// `true` or `false`; on the command line the name alone.
-    Flag,
-    /// A text or a number.
-    Text,
-    /// A list of texts; on the command line with `|` between them.
-    List,
-}
-
-/// All options of a disk.
-pub const OPTIONS: &[OptionKind] = &[
-    OptionKind {
-        name: "ro",
-        syntax: "ro",
-        key: "read-only",
-        form: Form::Flag,
-        default: "false",
-        about: "Read-only",
-        set: Set::Value(|spec, value| match value {
-            "" => {
-                spec.read_only = true;
-                Ok(())
-            }
-            other => Err(Invalid::new("ro", other, "no value").into()),
-        }),
-    },
-    OptionKind {
-        name: "mode",
-        syntax: "mode=direct|cached|writeback",
-        key: "mode",
-        form: Form::Text,
-        default: "",
-        about: "`direct`: past the page cache; `cached`: reads through it; `writeback`: both through it. Default: direct under a \
-                cache layer, else writeback",
-        set: Set::Value(|spec, value| {
-            spec.mode = Some(parse_mode(value)?);
-            Ok(())
-        }),
-    },
-    OptionKind {
-        name: "chunk",
-        syntax: "chunk=SIZE",
-        key: "chunk",
-        form: Form::Text,
-        default: "",
-        about: "Length of the pieces that requests are cut into, 16K to 4M. Default: what a stripe or an array has on one member, \
-                or 256K",
-        set: Set::Value(|spec, value| {
-            spec.chunk = Some(parse_chunk(value)?);
-            Ok(())
-        }),
-    },
-    OptionKind {
-        name: "target",
-        syntax: "target=NAME",
-        key: "target",
-        form: Form::Text,
-        default: "",
-        about: "Target for iSCSI; several disks may have the same. Default: one of the disk's name",
-        set: Set::Value(|spec, value| {
-            if value.is_empty() {
-                return Err(Invalid::new("target", value, "a name").into());
-            }
-            spec.target = Some(value.into());
-            Ok(())
-        }),
-    },
-    OptionKind {
-        name: "sector",
-        syntax: "sector=512|4096",
-        key: "sector",
-        form: Form::Text,
-        default: "512",
-        about: "Bytes of a SCSI block: 512 or 4096",
-        set: Set::Value(|spec, value| {
-            spec.sector = match value {
-                "512" => 512,
-                "4096" => 4096,
-                other => return Err(Invalid::new("sector size", other, "512 or 4096").into()),
-            };
-            Ok(())
-        }),
-    },
-    OptionKind {
-        name: "uuid",
-        syntax: "uuid=UUID",
-        key: "uuid",
-        form: Form::Text,
-        default: "",
-        about: "Identity of the disk, as initiators see it. Default: the device's own identifier, or one kept with the file",
-        set: Set::Value(|spec, value| {
-            spec.uuid = Some(identity::parse(value)?);
-            Ok(())
-        }),
-    },
-    OptionKind {
-        name: "allow",
-        syntax: "allow=NAME[|NAME...]",
-        key: "allow",
-        form: Form::List,
-        default: "",
-        about: "Clients that may use it: CHAP names, iSCSI names, DNS names of certificates. Default: all clients of the service",
-        set: Set::List(|spec, names| spec.allow(names.iter().copied())),
-    },
-];
-
-/// The options as they are written, for messages.
-pub fn options() -> String {
-    OPTIONS.iter().map(|option| option.syntax).collect::<Vec<_>>().join(", ")
-}
+/// The options of a disk. Layers are words behind them, but no options.
+pub const OPTIONS: Schema<Spec> = Schema {
+    what: "disk",
+    required: &[
+        Required { key: "name", about: "Its name for clients" },
+        Required { key: "path", about: "A file, a block device, `mem:SIZE` or `stripe:CHUNK:PATH:PATH...`" },
+    ],
+    hints: &[],
+    options: &[
+        OptionKind {
+            name: "ro",
+            key: "read-only",
+            set: Set::Flag { set: |spec, value| spec.read_only = value, off: None },
+            get: |spec| spec.read_only.to_string(),
+            default: "false",
+            about: "Read-only",
+            is_reloaded: false,
+        },
+        OptionKind {
+            name: "mode",
+            key: "mode",
+            set: Set::Choice(&[
+                ("direct", |spec| spec.mode = Some(Mode::Direct)),
+                ("cached", |spec| spec.mode = Some(Mode::Cached)),
+                ("writeback", |spec| spec.mode = Some(Mode::Writeback)),
+            ]),
+            get: |spec| spec.mode.map_or("", mode_name).into(),
+            default: "",
+            about: "`direct`: past the page cache; `cached`: reads through it; `writeback`: both through it. Default: direct under a \
+                    cache layer, else writeback",
+            is_reloaded: false,
+        },
+        OptionKind {
+            name: "chunk",
+            key: "chunk",
+            set: Set::Text {
+                value: "SIZE",
+                set: |spec, value| {
+                    spec.chunk = Some(parse_chunk(value).map_err(OptionError::other)?);
+                    Ok(())
+                },
+            },
+            get: |spec| spec.chunk.map_or(String::new(), |chunk| chunk.to_string()),
+            default: "",
+            about: "Length of the pieces that requests are cut into, 16K to 4M. Default: what a stripe or an array has on one \
+                    member, or 256K",
+            is_reloaded: false,
+        },
+        OptionKind {
+            name: "target",
+            key: "target",
+            set: Set::Text {
+                value: "NAME",
+                set: |spec, value| {
+                    spec.target = Some(value).filter(|value| !value.is_empty()).map(String::from);
+                    spec.target.as_ref().map(drop).ok_or_else(|| OptionError::invalid("target", value, "a name"))
+                },
+            },
+            get: |spec| spec.target.clone().unwrap_or_default(),
+            default: "",
+            about: "Target for iSCSI; several disks may have the same. Default: one of the disk's name",
+            is_reloaded: false,
+        },
+        OptionKind {
+            name: "sector",
+            key: "sector",
+            set: Set::Choice(&[("512", |spec| spec.sector = 512), ("4096", |spec| spec.sector = 4096)]),
+            get: |spec| spec.sector.to_string(),
+            default: "512",
+            about: "Bytes of a SCSI block",
+            is_reloaded: false,
+        },
+        OptionKind {
+            name: "uuid",
+            key: "uuid",
+            set: Set::Text {
+                value: "UUID",
+                set: |spec, value| {
+                    spec.uuid = Some(identity::parse(value).map_err(OptionError::other)?);
+                    Ok(())
+                },
+            },
+            get: |spec| spec.uuid.map_or(String::new(), |uuid| uuid.iter().map(|byte| format!("{byte:02x}")).collect()),
+            default: "",
+            about: "Identity of the disk, as initiators see it. Default: the device's own identifier, or one kept with the file",
+            is_reloaded: false,
+        },
+        OptionKind {
+            name: "allow",
+            key: "allow",
+            set: Set::List { value: "NAME", separator: '|', set: |spec, names| spec.set_allow(names) },
+            get: |spec| spec.allow.join("|"),
+            default: "",
+            about: "Clients that may use it: CHAP names, iSCSI names, DNS names of certificates. Default: all clients of the service",
+            is_reloaded: false,
+        },
+    ],
+};
 
 /// An export that cannot be understood.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum SpecError {
-    /// A value that is not one of those expected.
+    /// A name or a path that is not as expected.
     #[error(transparent)]
     Invalid(#[from] Invalid),
+    /// An invalid value of an option.
+    #[error(transparent)]
+    Option(#[from] OptionError),
     /// There is no such option or layer.
-    #[error("unknown option '{0}' of a disk (expected {options} or a layer: {layers})", options = options(), layers = layer::syntax())]
+    #[error("unknown option '{0}' of a disk (expected {options} or a layer: {layers})", options = OPTIONS.syntax(), layers = layer::syntax())]
     UnknownOption(String),
     /// An invalid value of a layer.
     #[error(transparent)]
@@ -237,7 +199,7 @@ impl Spec {
         let mut spec = Spec::new(name, words.next().unwrap_or(""))?;
         for word in words {
             let (key, value) = word.split_once('=').unwrap_or((word, ""));
-            if !spec.option(key, value)? && !spec.layer(key, value)? {
+            if !OPTIONS.set_word(&mut spec, word)? && !spec.layer(key, value)? {
                 return Err(SpecError::UnknownOption(word.into()));
             }
         }
@@ -266,43 +228,12 @@ impl Spec {
         })
     }
 
-    /// Sets an option. Returns false for an unknown one.
-    ///
-    /// # Errors
-    /// As [`Spec::parse`].
-    pub fn option(&mut self, key: &str, value: &str) -> Result<bool, SpecError> {
-        let Some(kind) = OPTIONS.iter().find(|kind| kind.name == key) else { return Ok(false) };
-        match kind.set {
-            Set::Value(set) => set(self, value)?,
-            Set::List(set) => set(self, &value.split('|').collect::<Vec<_>>())?,
+    /// Sets the names of the clients that may use the disk. None would let in everybody.
+    fn set_allow(&mut self, names: &[&str]) -> Result<(), OptionError> {
+        if names.is_empty() || names.iter().any(|name| name.is_empty()) {
+            return Err(OptionError::invalid("list of clients", names.join("|"), "their names"));
         }
-        Ok(true)
-    }
-
-    /// Sets an option that is a list from its values, which may have a `|` in them. Returns false for an unknown one.
-    ///
-    /// # Errors
-    /// As [`Spec::parse`].
-    pub fn list_option(&mut self, key: &str, values: &[&str]) -> Result<bool, SpecError> {
-        let Some(kind) = OPTIONS.iter().find(|kind| kind.name == key) else { return Ok(false) };
-        match (kind.set, values) {
-            (Set::List(set), _) => set(self, values)?,
-            (Set::Value(set), [value]) => set(self, value)?,
-            (Set::Value(_), _) => return Err(Invalid::new(kind.name, values.join("|"), "one value").into()),
-        }
-        Ok(true)
-    }
-
-    /// Sets the names of the clients that may use the disk.
-    ///
-    /// # Errors
-    /// [`SpecError::Invalid`] if one is empty, or there is none: that would let in everybody.
-    pub fn allow<'a>(&mut self, names: impl IntoIterator<Item = &'a str>) -> Result<(), SpecError> {
-        let names: Vec<String> = names.into_iter().map(String::from).collect();
-        if names.is_empty() || names.iter().any(String::is_empty) {
-            return Err(Invalid::new("list of clients", names.join("|"), "their names").into());
-        }
-        self.allow = names;
+        self.allow = names.iter().map(ToString::to_string).collect();
         Ok(())
     }
 
@@ -354,12 +285,11 @@ fn is_same(allowed: &str, name: &str) -> bool {
     allowed == name || (folds && allowed.eq_ignore_ascii_case(name))
 }
 
-fn parse_mode(text: &str) -> Result<Mode, Invalid> {
-    match text {
-        "direct" => Ok(Mode::Direct),
-        "cached" => Ok(Mode::Cached),
-        "writeback" => Ok(Mode::Writeback),
-        other => Err(Invalid::new("mode", other, "direct, cached or writeback")),
+fn mode_name(mode: Mode) -> &'static str {
+    match mode {
+        Mode::Direct => "direct",
+        Mode::Cached => "cached",
+        Mode::Writeback => "writeback",
     }
 }
 

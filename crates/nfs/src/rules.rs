@@ -1,10 +1,11 @@
 //! Who may use a share, and how: rules for networks and for names in certificates.
 
-use crate::security::{SecurityError, SecuritySet};
+use crate::security::SecuritySet;
 use crate::squash::Squash;
 use std::fmt;
 use std::net::IpAddr;
 use std::str::FromStr;
+use thruway_options::{OptionError, OptionKind, Required, Schema, Set};
 
 /// Clients that a rule is for.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -33,6 +34,56 @@ pub struct Rule {
     pub security: Option<SecuritySet>,
 }
 
+/// The options of a rule.
+pub const OPTIONS: Schema<Rule> = Schema {
+    what: "rule",
+    required: &[Required {
+        key: "clients",
+        about: "An address, a network like `192.0.2.0/24`, or `cert:NAME` of a certificate",
+    }],
+    hints: &[],
+    options: &[
+        OptionKind {
+            name: "ro",
+            key: "read-only",
+            set: Set::Flag { set: |rule, value| rule.read_only = Some(value), off: Some("rw") },
+            get: |rule| rule.read_only.map_or(String::new(), |value| value.to_string()),
+            default: "",
+            about: "Whether they can change nothing. Default: as the share says",
+            is_reloaded: true,
+        },
+        OptionKind {
+            name: "squash",
+            key: "squash",
+            set: Set::Choice(&[
+                ("root", |rule| rule.squash = Some(Squash::Root)),
+                ("all", |rule| rule.squash = Some(Squash::All)),
+                ("none", |rule| rule.squash = Some(Squash::None)),
+            ]),
+            get: |rule| rule.squash.map_or(String::new(), |squash| squash.to_string()),
+            default: "",
+            about: "The users of theirs that count as nobody. Default: as the share says",
+            is_reloaded: true,
+        },
+        OptionKind {
+            name: "sec",
+            key: "sec",
+            set: Set::List {
+                value: "FLAVOR",
+                separator: ':',
+                set: |rule, flavors| {
+                    rule.security = Some(SecuritySet::of(flavors).map_err(OptionError::other)?);
+                    Ok(())
+                },
+            },
+            get: |rule| rule.security.map_or(String::new(), |security| security.to_string()),
+            default: "",
+            about: "Their security flavors: `sys`, `krb5`, `krb5i`, `krb5p`. Default: as the share says",
+            is_reloaded: true,
+        },
+    ],
+};
+
 /// Why a rule cannot be read.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
@@ -52,12 +103,9 @@ pub enum RuleError {
         /// Bits of that.
         prefix: u8,
     },
-    /// An unknown option.
-    #[error("'{0}': unknown option of a rule; expected +ro, +rw, +squash=root|all|none or +sec=FLAVOR:FLAVOR...")]
-    Option(String),
-    /// An unknown security flavor.
+    /// An unknown option, or an invalid value of one.
     #[error(transparent)]
-    Security(#[from] SecurityError),
+    Option(#[from] OptionError),
 }
 
 fn bits(address: IpAddr) -> (u128, u8) {
@@ -101,19 +149,7 @@ impl fmt::Display for Clients {
 
 impl fmt::Display for Rule {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.clients.fmt(f)?;
-        match self.read_only {
-            Some(true) => f.write_str("+ro")?,
-            Some(false) => f.write_str("+rw")?,
-            None => {}
-        }
-        if let Some(squash) = self.squash {
-            write!(f, "+squash={squash}")?;
-        }
-        if let Some(security) = self.security {
-            write!(f, "+sec={security}")?;
-        }
-        Ok(())
+        write!(f, "{}{}", self.clients, OPTIONS.words_behind(self, '+'))
     }
 }
 
@@ -147,27 +183,21 @@ impl FromStr for Clients {
     }
 }
 
+impl From<Clients> for Rule {
+    /// A rule without options.
+    fn from(clients: Clients) -> Rule {
+        Rule { clients, read_only: None, squash: None, security: None }
+    }
+}
+
 impl FromStr for Rule {
     type Err = RuleError;
 
-    /// `CLIENTS[+ro|+rw][+squash=root|all|none][+sec=FLAVOR:FLAVOR...]`
+    /// `CLIENTS[+OPTION]...`, with [`OPTIONS`].
     fn from_str(text: &str) -> Result<Rule, RuleError> {
         let mut parts = text.split('+');
-        let clients = parts.next().unwrap_or_default().parse()?;
-        let mut rule = Rule { clients, read_only: None, squash: None, security: None };
-        for option in parts {
-            match option {
-                "ro" => rule.read_only = Some(true),
-                "rw" => rule.read_only = Some(false),
-                "squash=root" => rule.squash = Some(Squash::Root),
-                "squash=all" => rule.squash = Some(Squash::All),
-                "squash=none" => rule.squash = Some(Squash::None),
-                other => match other.strip_prefix("sec=") {
-                    Some(security) => rule.security = Some(security.parse()?),
-                    None => return Err(RuleError::Option(other.into())),
-                },
-            }
-        }
+        let mut rule = Rule::from(parts.next().unwrap_or_default().parse::<Clients>()?);
+        parts.try_for_each(|word| OPTIONS.set_known_word(&mut rule, word))?;
         Ok(rule)
     }
 }

@@ -81,6 +81,17 @@ impl Default for SecuritySet {
 impl SecuritySet {
     const NONE: SecuritySet = SecuritySet([None; Security::ALL.len()]);
 
+    /// Those with these names, in this order.
+    ///
+    /// # Errors
+    /// [`SecurityError`], also for an empty list.
+    pub fn of(words: &[&str]) -> Result<SecuritySet, SecurityError> {
+        if words.is_empty() {
+            return Err(SecurityError(String::new()));
+        }
+        words.iter().try_fold(SecuritySet::NONE, |set, word| word.parse().map(|security| set.with(security)))
+    }
+
     /// With one more, behind the others, if it is not there.
     fn with(mut self, security: Security) -> SecuritySet {
         if !self.contains(security) {
@@ -135,7 +146,7 @@ impl FromStr for SecuritySet {
     type Err = SecurityError;
 
     fn from_str(text: &str) -> Result<SecuritySet, SecurityError> {
-        text.split(':').try_fold(SecuritySet::NONE, |set, word| word.parse().map(|security| set.with(security)))
+        SecuritySet::of(&text.split(':').collect::<Vec<_>>())
     }
 }
 

@@ -15,7 +15,7 @@ const CHALLENGE: usize = 32;
 /// The longest challenge that is answered.
 const CHALLENGE_MAX: usize = 1024;
 
-/// Who may log in, and who we say we are.
+/// Credentials of initiators and of the target.
 #[derive(Clone, Default, PartialEq, Eq)]
 pub struct Secrets {
     /// Initiators by their CHAP names.

@@ -24,17 +24,32 @@ use thruway_block::scsi::Lasting;
 use thruway_cli::{Common, Failed, print};
 use thruway_engine::limits;
 use thruway_fabric::{Provider, iwarp, shm, verbs};
+use thruway_options::{OptionKind, Required, Schema, Set};
 use thruway_server::Address;
 use thruway_server::service::{Announcement, Service};
 use thruway_transfer::access::AuthorizedKeys;
 use thruway_transfer::auth::KeyPair;
 use thruway_transfer::daemon::{Export, check_exports};
 
-/// Below the options in the help. Options and layers come from their registries.
-static AFTER_HELP: LazyLock<String> = LazyLock::new(|| {
-    HELP.replace("OPTIONS.", &format!("{}.", thruway_block::export::options()))
-        .replace("LAYERS", &thruway_block::layer::syntax())
-});
+/// Below the options in the help.
+static AFTER_HELP: LazyLock<String> = LazyLock::new(|| HELP.replace("ITEMS", &items()));
+
+/// The options of disks, shares and rules, and the layers of disks.
+fn items() -> String {
+    let mut layers = String::new();
+    for kind in thruway_block::layer::KINDS {
+        thruway_options::describe(&mut layers, kind.syntax, kind.about);
+    }
+    format!(
+        "Options of a disk, after its path:\n{}\nLayers of a disk, each on what stands to its left:\n{layers}\n\
+         Options of a share, after its directory:\n{}\n\
+         Rules of a share are written CLIENTS[+OPTION]...: an address, a network like 192.0.2.0/24, or\n\
+         cert:NAME of a certificate. Their options:\n{}",
+        thruway_block::export::OPTIONS.help(),
+        nfs::SHARE.help(),
+        thruway_nfs::rules::OPTIONS.help()
+    )
+}
 
 const HELP: &str = "Examples:
   thruway serve --export data=/srv/data
@@ -55,9 +70,7 @@ and privileged attributes are taken only from that user and from keys marked
 'privileged'. The export 'dev' always exists: tw://host/dev/null discards
 what is sent, tw://host/dev/zero is endless.
 
-Options of a disk, after its path: OPTIONS.
-Layers, each on what stands to its left: LAYERS.
-The book's page on the configuration file says what each does.
+ITEMS
 A daemon that is given disks or shares but neither --listen nor --export serves only those.";
 
 /// Arguments of `thruway serve`.
@@ -173,16 +186,44 @@ fn parse_address(text: &str) -> Result<SocketAddr, String> {
     })
 }
 
+/// The options of a directory for copies.
+const EXPORT: Schema<Export> = Schema {
+    what: "export",
+    required: &[
+        Required { key: "name", about: "Its name for clients" },
+        Required { key: "dir", about: "The directory to serve" },
+    ],
+    hints: &[],
+    options: &[OptionKind {
+        name: "ro",
+        key: "read-only",
+        set: Set::Flag { set: |export, value| export.read_only = value, off: Some("rw") },
+        get: |export| export.read_only.to_string(),
+        default: "false",
+        about: "Read-only",
+        is_reloaded: false,
+    }],
+};
+
 fn parse_export(text: &str) -> Result<Export, String> {
     let (name, dir) = text.split_once('=').ok_or("expected NAME=DIR or NAME=DIR:ro")?;
-    let (dir, read_only) = match dir.strip_suffix(":ro") {
-        Some(dir) => (dir, true),
-        None => (dir.strip_suffix(":rw").unwrap_or(dir), false),
-    };
-    if dir.is_empty() {
-        return Err("the directory is missing; write NAME=DIR".into());
+    let mut export = new_export(name, dir)?;
+    // A directory may have a colon in its name.
+    if let Some((dir, word)) = dir.rsplit_once(':')
+        && EXPORT.set_word(&mut export, word).is_ok_and(|is_option| is_option)
+    {
+        export = Export { dir: new_export(name, dir)?.dir, ..export };
     }
-    Ok(Export { name: name.into(), dir: dir.into(), read_only, unconfined: false })
+    Ok(export)
+}
+
+fn new_export(name: &str, dir: &str) -> Result<Export, String> {
+    if dir.is_empty() {
+        return Err(
+            "the export's directory is missing; write NAME=DIR, or dir = \"DIR\" in the configuration file".into()
+        );
+    }
+    Ok(Export { name: name.into(), dir: dir.into(), read_only: false, unconfined: false })
 }
 
 /// Runs the daemon until it is told to stop.

@@ -5,7 +5,7 @@ mod share;
 
 use self::rpcbind::{Found, RpcbindMode};
 use self::share::ShareState;
-pub(super) use self::share::Spec;
+pub(super) use self::share::{OPTIONS as SHARE, Spec};
 use super::Mistake;
 use super::config::again;
 use clap::Args;
@@ -44,15 +44,9 @@ pub(super) const HEADING: &str = "File service";
 #[derive(Args, Clone)]
 #[command(next_help_heading = HEADING)]
 pub(super) struct NfsArgs {
-    /// Directory to share by NFS (versions 3, 4.0, 4.1 and 4.2): read-only with ro; squash=root (the default), all or none says which
-    /// users of clients count as nobody; with async, a loss of power may take back names that clients have been told of,
-    /// not data that they have flushed; with mode=direct, data goes past the page cache; with mem:SIZE instead of a directory, memory that is gone with the daemon; with
-    /// `nfs://HOST[:PORT]/PATH`, a directory of another NFS server (version 4.1 or 4.2), reached over RDMA with proto=rdma;
-    /// allow=RULE|RULE... says who may use it: an address, a network like 192.0.2.0/24, or cert:NAME of a certificate, with
-    /// +ro, +rw, +squash=WHO or +sec=FLAVORS behind it where that differs from the share; the first that fits counts; sec=sys (the
-    /// default), krb5, krb5i or krb5p, several with ':' between them, says how callers show who they are; delegations=none, read
-    /// or write says what clients of 4.1 and 4.2 keep of the files that they open (read, and write of memory); may be repeated
-    #[arg(long, value_name = "NAME=DIR[,ro][,async][,mode=direct][,proto=rdma][,squash=WHO][,sec=FLAVORS][,delegations=WHAT][,allow=CLIENTS]", value_parser = Spec::parse)]
+    /// Directory to share by NFS (versions 3, 4.0, 4.1 and 4.2); mem:SIZE shares memory, `nfs://HOST[:PORT]/PATH` a directory of another
+    /// NFS server. Options are listed below; may be repeated
+    #[arg(long, value_name = "NAME=DIR[,OPTION]...", value_parser = Spec::parse)]
     pub share: Vec<Spec>,
     /// Serve the shares over NFS on this address, with the MOUNT protocol on the same port [default: 127.0.0.1:2049]
     #[arg(long, value_name = "ADDR:PORT")]

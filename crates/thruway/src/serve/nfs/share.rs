@@ -14,8 +14,9 @@ use thruway_fs::Superblock;
 use thruway_nfs::client::{ChooseRdma, NfsFileSystem, NfsOptions};
 use thruway_nfs::delegations::Delegate;
 use thruway_nfs::rules::{Rule, RuleError};
-use thruway_nfs::security::{SecurityError, SecuritySet};
+use thruway_nfs::security::SecuritySet;
 use thruway_nfs::share::{Policy, Share, Squash};
+use thruway_options::{OptionError, OptionKind, Required, Schema, Set};
 use thruway_rpc::client::RdmaOptions;
 use thruway_server::rdma::Registration;
 use thruway_vfs::identity::FileSystemNumbers;
@@ -144,6 +145,130 @@ pub(in crate::serve) struct Spec {
     policy: Policy,
 }
 
+/// The options of a share.
+pub(in crate::serve) const OPTIONS: Schema<Spec> = Schema {
+    what: "share",
+    required: &[
+        Required { key: "name", about: "Its name for clients, which mount `/NAME`" },
+        Required {
+            key: "dir",
+            about: "The directory to share, `mem:SIZE` for memory that is gone with the daemon, or `nfs://HOST[:PORT]/PATH` of another NFS server (version 4.1 or 4.2)",
+        },
+    ],
+    // Those of exports(5).
+    hints: &[("root_squash", "squash=root"), ("no_root_squash", "squash=none"), ("all_squash", "squash=all")],
+    options: &[
+        OptionKind {
+            name: "ro",
+            key: "read-only",
+            set: Set::Flag { set: |spec, value| spec.policy.read_only = value, off: Some("rw") },
+            get: |spec| spec.policy.read_only.to_string(),
+            default: "false",
+            about: "Read-only",
+            is_reloaded: true,
+        },
+        OptionKind {
+            name: "async",
+            key: "async",
+            set: Set::Flag { set: |spec, value| spec.is_async = value, off: Some("sync") },
+            get: |spec| spec.is_async.to_string(),
+            default: "false",
+            about: "A loss of power may take back names that clients have been told of, but not data that they have flushed",
+            is_reloaded: false,
+        },
+        OptionKind {
+            name: "mode",
+            key: "mode",
+            set: Set::Choice(&[("cached", |spec| spec.is_direct = false), ("direct", |spec| spec.is_direct = true)]),
+            get: |spec| if spec.is_direct { "direct" } else { "cached" }.into(),
+            default: "cached",
+            about: "`cached`: data goes through the page cache; `direct`: past it, where it begins and ends at a multiple of 4 KiB",
+            is_reloaded: false,
+        },
+        OptionKind {
+            name: "proto",
+            key: "proto",
+            set: Set::Choice(&[("tcp", |spec| spec.over_rdma = false), ("rdma", |spec| spec.over_rdma = true)]),
+            get: |spec| if spec.over_rdma { "rdma" } else { "tcp" }.into(),
+            default: "tcp",
+            about: "Transport to another NFS server",
+            is_reloaded: false,
+        },
+        OptionKind {
+            name: "squash",
+            key: "squash",
+            set: Set::Choice(&[
+                ("root", |spec| spec.policy.squash = Squash::Root),
+                ("all", |spec| spec.policy.squash = Squash::All),
+                ("none", |spec| spec.policy.squash = Squash::None),
+            ]),
+            get: |spec| spec.policy.squash.to_string(),
+            default: "root",
+            about: "The users of clients that count as nobody",
+            is_reloaded: true,
+        },
+        OptionKind {
+            name: "sec",
+            key: "sec",
+            set: Set::List {
+                value: "FLAVOR",
+                separator: ':',
+                set: |spec, flavors| {
+                    spec.policy.security = SecuritySet::of(flavors).map_err(OptionError::other)?;
+                    Ok(())
+                },
+            },
+            get: |spec| spec.policy.security.to_string(),
+            default: "sys",
+            about: "Security flavors of its callers: `sys`, `krb5`, `krb5i`, `krb5p`, in the order that clients try them",
+            is_reloaded: true,
+        },
+        OptionKind {
+            name: "delegations",
+            key: "delegations",
+            set: Set::Choice(&[
+                ("none", |spec| spec.delegate = Some(Delegate::Nothing)),
+                ("read", |spec| spec.delegate = Some(Delegate::Reading)),
+                ("write", |spec| spec.delegate = Some(Delegate::Writing)),
+            ]),
+            get: |spec| {
+                match spec.delegate {
+                    None => "",
+                    Some(Delegate::Nothing) => "none",
+                    Some(Delegate::Reading) => "read",
+                    Some(Delegate::Writing) => "write",
+                }
+                .into()
+            },
+            default: "",
+            about: "Delegations of open files to clients of version 4.1 and 4.2. Default: `read`, and `write` of memory",
+            is_reloaded: false,
+        },
+        OptionKind {
+            name: "allow",
+            key: "allow",
+            set: Set::List {
+                value: "RULE",
+                separator: '|',
+                set: |spec, rules| {
+                    if rules.is_empty() {
+                        return Err(OptionError::Other(
+                            "allow is empty: name its clients, or leave it out for a share for everybody".into(),
+                        ));
+                    }
+                    let rules: Result<Vec<Rule>, RuleError> = rules.iter().map(|rule| rule.parse()).collect();
+                    spec.policy.rules.extend(rules.map_err(OptionError::other)?);
+                    Ok(())
+                },
+            },
+            get: |spec| shown(&spec.policy.rules),
+            default: "",
+            about: "Rules for its clients, in order: the first rule that matches a client applies. Default: all clients",
+            is_reloaded: true,
+        },
+    ],
+};
+
 /// State of shares that survives restarts of the daemon.
 pub(super) struct ShareState<'a> {
     /// State directory of the daemon.
@@ -163,9 +288,7 @@ impl Spec {
             return Err("the directory is missing; write NAME=DIR".into());
         }
         let mut spec = Spec::new(name, source)?;
-        for option in parts {
-            spec.option(option)?;
-        }
+        parts.try_for_each(|word| OPTIONS.set_known_word(&mut spec, word)).map_err(|e| e.to_string())?;
         Ok(spec)
     }
 
@@ -176,6 +299,9 @@ impl Spec {
             return Err(format!(
                 "'{name}': a share's name has 1 to 64 letters, digits, '.', '_' and '-', and does not begin with '.'"
             ));
+        }
+        if source.is_empty() {
+            return Err("the share's dir is empty".into());
         }
         let source = match (source.strip_prefix("mem:"), source.strip_prefix("nfs://")) {
             (Some(size), _) => Source::Memory(parse_size(size).map_err(|e| format!("mem:{size}: {e}"))?),
@@ -193,60 +319,9 @@ impl Spec {
         })
     }
 
-    /// Sets an option.
-    pub(in crate::serve) fn option(&mut self, option: &str) -> Result<(), String> {
-        match option {
-            "ro" => self.policy.read_only = true,
-            "rw" => self.policy.read_only = false,
-            "async" => self.is_async = true,
-            "sync" => self.is_async = false,
-            "mode=cached" => self.is_direct = false,
-            "mode=direct" => self.is_direct = true,
-            "proto=tcp" => self.over_rdma = false,
-            "proto=rdma" => self.over_rdma = true,
-            "squash=root" => self.policy.squash = Squash::Root,
-            "squash=all" => self.policy.squash = Squash::All,
-            "squash=none" => self.policy.squash = Squash::None,
-            "delegations=none" => self.delegate = Some(Delegate::Nothing),
-            "delegations=read" => self.delegate = Some(Delegate::Reading),
-            "delegations=write" => self.delegate = Some(Delegate::Writing),
-            other => match (other.strip_prefix("sec="), other.strip_prefix("allow=")) {
-                (Some(flavors), _) => {
-                    self.policy.security = flavors.parse().map_err(|e: SecurityError| e.to_string())?
-                }
-                (_, Some(rules)) => rules.split('|').try_for_each(|rule| self.allow(rule))?,
-                _ => {
-                    let values = [
-                        ("squash", "root, all or none"),
-                        ("mode", "cached or direct"),
-                        ("proto", "tcp or rdma"),
-                        ("delegations", "none, read or write"),
-                    ];
-                    for (name, values) in values {
-                        if let Some(value) = other.strip_prefix(name).and_then(|rest| rest.strip_prefix('=')) {
-                            return Err(format!("invalid {name} '{value}' (expected {values})"));
-                        }
-                    }
-                    // By the names that exports(5) has.
-                    let hint = match other {
-                        "root_squash" => "write squash=root",
-                        "no_root_squash" => "write squash=none",
-                        "all_squash" => "write squash=all",
-                        _ => {
-                            "expected ro, rw, async, sync, mode=cached|direct, proto=tcp|rdma, squash=root|all|none, sec=FLAVORS, delegations=none|read|write or allow=CLIENTS"
-                        }
-                    };
-                    return Err(format!("'{other}': unknown option of a share; {hint}"));
-                }
-            },
-        }
-        Ok(())
-    }
-
     /// Adds a rule for clients.
-    pub(in crate::serve) fn allow(&mut self, rule: &str) -> Result<(), String> {
-        self.policy.rules.push(rule.parse().map_err(|e: RuleError| e.to_string())?);
-        Ok(())
+    pub(in crate::serve) fn allow(&mut self, rule: Rule) {
+        self.policy.rules.push(rule);
     }
 
     /// Its name.
@@ -299,14 +374,8 @@ impl Spec {
 
     /// Settings that differ from those of a running share and need a restart, by their names in the configuration file.
     pub(super) fn changes_for_restart(&self, running: &Spec) -> Vec<&'static str> {
-        let changed = [
-            ("dir", self.source != running.source),
-            ("async", self.is_async != running.is_async),
-            ("mode", self.is_direct != running.is_direct),
-            ("proto", self.over_rdma != running.over_rdma),
-            ("delegations", self.delegate != running.delegate),
-        ];
-        changed.into_iter().filter(|(_, is_changed)| *is_changed).map(|(name, _)| name).collect()
+        let moved = (self.source != running.source).then_some("dir");
+        moved.into_iter().chain(OPTIONS.changed_for_restart(running, self)).collect()
     }
 
     /// The same share with the policy of another.
@@ -377,21 +446,20 @@ impl fmt::Display for Spec {
         let Policy { read_only, squash, security, rules } = &self.policy;
         let mode = if *read_only { "read-only" } else { "read-write" };
         write!(f, "share /{} = {} ({mode}, squash={squash}, sec={security}", self.name, self.source)?;
-        if self.is_async {
-            f.write_str(", async")?;
-        }
-        if self.is_direct {
-            f.write_str(", mode=direct")?;
-        }
-        if self.over_rdma {
-            f.write_str(", proto=rdma")?;
-        }
-        let rules: Vec<String> = rules.iter().map(Rule::to_string).collect();
+        // Options with an effect of their own. Those of the policy are shown in any case.
+        let plain = Spec { policy: Policy::default(), ..self.clone() };
+        OPTIONS.words(&plain).iter().try_for_each(|word| write!(f, ", {word}"))?;
+        f.write_str(")")?;
         match rules.is_empty() {
-            true => f.write_str(")"),
-            false => write!(f, ") for {}", rules.join("|")),
+            true => Ok(()),
+            false => write!(f, " for {}", shown(rules)),
         }
     }
+}
+
+/// Rules as on the command line.
+fn shown(rules: &[Rule]) -> String {
+    rules.iter().map(Rule::to_string).collect::<Vec<_>>().join("|")
 }
 
 #[cfg(test)]
