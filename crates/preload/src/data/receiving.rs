@@ -191,9 +191,10 @@ unsafe fn receive_accelerated(which: Which, to: &mut Pieces<'_>, flags: c_int) -
             count(&counters().ring_receives, 1);
             switch::after_ring_call(slot);
             // The doorbell that has rung stays until a call has found nothing, unless the connection is looked at: something may come
-            // just now.
-            let is_looked_at = wait::is_looked_at(slot, number) && reader.ring_len(segment) == Ok(0);
+            // just now. A connection that is looked at needs no doorbell for bytes behind these either.
+            let is_looked_at = wait::is_looked_at(slot, number);
             let is_empty = match is_looked_at {
+                true if reader.ring_len(segment) != Ok(0) => false,
                 true => quiesce(slot, number, &connection, segment, reader, true).unwrap_or(true),
                 false => reader.arm(segment, waker::wakes(number)) != Ok(false),
             };
@@ -201,7 +202,7 @@ unsafe fn receive_accelerated(which: Which, to: &mut Pieces<'_>, flags: c_int) -
             let has_doorbell =
                 is_empty || is_looked_at || !wait::may_be_left(number) || reader.is_announced(segment, &connection);
             drop(receiving);
-            if is_empty || is_quiet || !has_doorbell {
+            if is_empty || is_quiet || is_looked_at || !has_doorbell {
                 wait::note_drained(number);
             }
             if has_peer_called {

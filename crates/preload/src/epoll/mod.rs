@@ -894,27 +894,35 @@ pub(crate) unsafe fn wait(
     let out = unsafe { std::slice::from_raw_parts_mut(events, max as usize) };
     let none = timespec { tv_sec: 0, tv_nsec: 0 };
     loop {
-        let mut asks_kernel = false;
-        let mut has_hot = false;
-        let mut found = 0;
+        let (mut found, mut has_hot, mut asks_kernel, mut is_kernels_turn) = (0, false, false, false);
         if let Ok(mut guard) = instance.lock.lock() {
             let state = instance.state(&mut guard);
             state.calls += 1;
-            // The kernel has its turn, also where rings alone would fill the list.
-            let limit = if state.calls >= KERNEL_EVERY && out.len() > 1 { out.len() - 1 } else { out.len() };
-            let has_more;
-            (found, has_more) = match state.calls >= KERNEL_EVERY && out.len() == 1 {
-                true => (0, false),
-                false => instance.look(state, &mut out[..limit]),
-            };
-            if has_more && instance.may_have_sleepers() {
-                // The bell may have been rung for several connections, and wakes one thread.
-                instance.ring(instance.ep.load(Ordering::Relaxed));
-            }
             has_hot = !state.hot.is_empty() || instance.has_one_shots();
-            if state.calls >= KERNEL_EVERY {
-                asks_kernel = true;
+            // The kernel comes first in its turn, also where rings alone would fill the list.
+            is_kernels_turn = has_hot && state.calls >= KERNEL_EVERY;
+            if is_kernels_turn {
                 state.calls = 0;
+            } else {
+                let has_more;
+                (found, has_more) = instance.look(state, out);
+                if has_more && instance.may_have_sleepers() {
+                    // The bell may have been rung for several connections, and wakes one thread.
+                    instance.ring(instance.ep.load(Ordering::Relaxed));
+                }
+                asks_kernel = state.calls >= KERNEL_EVERY && found < out.len();
+                if asks_kernel {
+                    state.calls = 0;
+                }
+            }
+        }
+        if is_kernels_turn {
+            let ready = real(out.as_mut_ptr(), max, Some(none), mask);
+            if ready > 0 {
+                found = correct(instance, &mut out[..ready as usize], 0).number;
+            }
+            if found < out.len() {
+                found = append(instance, out, found);
             }
         }
         if found == 0 && asks_kernel && has_hot {
@@ -923,7 +931,7 @@ pub(crate) unsafe fn wait(
             if ready > 0 {
                 Kept { number: found, has_rung } = correct(instance, &mut out[..ready as usize], 0);
             }
-            if found == 0 && (out.len() == 1 || has_rung) {
+            if found == 0 && has_rung {
                 continue;
             }
             asks_kernel = false;
@@ -994,6 +1002,22 @@ pub(crate) unsafe fn wait(
 /// Appends the events of the kernel to those of the rings, as one event for each data.
 fn merge(instance: &Instance, out: &mut [epoll_event], first: usize, more: usize) -> usize {
     let kept = correct(instance, &mut out[first..first + more], first).number;
+    join(out, first, kept)
+}
+
+/// Appends the events of the rings to those of the kernel, as one event for each data.
+fn append(instance: &Instance, out: &mut [epoll_event], first: usize) -> usize {
+    let Ok(mut guard) = instance.lock.lock() else { return first };
+    let (kept, has_more) = instance.look(instance.state(&mut guard), &mut out[first..]);
+    drop(guard);
+    if has_more && instance.may_have_sleepers() {
+        instance.ring(instance.ep.load(Ordering::Relaxed));
+    }
+    join(out, first, kept)
+}
+
+/// Adds events to the first ones of a list, as one event for each data. Returns their number.
+fn join(out: &mut [epoll_event], first: usize, kept: usize) -> usize {
     let mut end = first;
     for i in first..first + kept {
         let one = out[i];

@@ -262,7 +262,8 @@ impl Registration {
         // From another host, the end of the connection comes before it is said.
         let is_late = readable && segment.is_relayed();
         let is_shut = slot.shut.load(Ordering::Relaxed) != 0;
-        let is_kernels = is_late || is_shut || reader.is_ended(segment) || reader.has_run(segment);
+        let is_kernels =
+            is_late || is_shut || self.events & PRIORITY != 0 || reader.is_ended(segment) || reader.has_run(segment);
         drop(receiving);
         if is_edge && !readable {
             return 0;
