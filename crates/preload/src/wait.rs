@@ -312,6 +312,14 @@ pub(crate) unsafe fn poll(list: *mut pollfd, count: libc::nfds_t, limit: Limit, 
             counted[count] = number;
             count += 1;
         }
+        // The same for instances without connections.
+        let mut instances = [0; COUNTED];
+        let mut instance_count = 0;
+        for number in polled.iter().filter_map(|one| slots::find_epoll(one.fd)).take(COUNTED) {
+            epoll::begin_sleep(number);
+            instances[instance_count] = number;
+            instance_count += 1;
+        }
         // One may have been meanwhile, by a thread that has seen no sleeper.
         let ready = (!polled.iter().any(concerns)).then(|| real(limit.left()));
         let error = data::errno();
@@ -319,6 +327,9 @@ pub(crate) unsafe fn poll(list: *mut pollfd, count: libc::nfds_t, limit: Limit, 
         for number in &counted[..count] {
             slots::slot(*number).sleepers.fetch_sub(1, Ordering::SeqCst);
             slots::slot(*number).deaf_sleepers.fetch_sub(1, Ordering::SeqCst);
+        }
+        for number in &instances[..instance_count] {
+            epoll::end_sleep(*number);
         }
         data::fail(error);
         if let Some(ready) = ready {
@@ -665,7 +676,8 @@ pub(crate) unsafe fn is_select_for_us(count: c_int, readable: *mut u64, writable
                 let is_used = slot.calls.load(Ordering::Relaxed) > 0;
                 answer |= is_used && slot.phase.load(Ordering::Relaxed) != slots::phase::NEVER;
             }
-            answer |= watched(fd).is_some();
+            // A connection may be registered with an instance while this thread sleeps.
+            answer |= watched(fd).is_some() || slots::find_epoll(fd).is_some();
         }
     }
     if !writable.is_null() {

@@ -873,6 +873,13 @@ fn each_arrival_is_an_edge_behind_unread_bytes() {
     assert!(counted["accelerated"] == 6, "{counted:?}");
 }
 
+/// The waiter has the instance from its parent, or waits for an instance around it, or for an instance without connections.
+#[test]
+fn bytes_behind_unread_ones_wake_waiters_of_each_kind() {
+    let counted = counters(&compare_in_c("unread", STATS));
+    assert!(counted["accelerated"] == 8, "{counted:?}");
+}
+
 /// Bytes behind an urgent one are read, also where the kernel counts none because the urgent one is next. A call that receives ends at its mark.
 #[test]
 fn urgent_data_and_bytes_behind_it_arrive_as_on_tcp() {

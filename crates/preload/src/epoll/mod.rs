@@ -756,6 +756,22 @@ pub(crate) fn arm(number: u32) -> bool {
     is_quiet
 }
 
+/// A thread is about to sleep on an instance without connections, by another call than those of epoll. Registrations ring for it.
+pub(crate) fn begin_sleep(number: u32) {
+    if let Some(instance) = instance(number) {
+        instance.sleepers.fetch_add(1, Ordering::SeqCst);
+    }
+}
+
+/// It has woken up.
+pub(crate) fn end_sleep(number: u32) {
+    if let Some(instance) = instance(number) {
+        // A fork in a signal handler has set it to 0.
+        let less = |sleepers: u32| sleepers.checked_sub(1);
+        let _ = instance.sleepers.fetch_update(Ordering::SeqCst, Ordering::Relaxed, less);
+    }
+}
+
 /// During a long sleep: see [`crate::recheck`].
 pub(crate) fn look_again(number: u32) {
     let Some(instance) = instance(number) else { return };
@@ -1080,8 +1096,17 @@ impl Instance {
             // The kernel reports events of such registrations, too.
             state.calls = KERNEL_EVERY;
         }
-        let (found, has_hot) = state.look(self.ep.load(Ordering::Relaxed), &mut out[first..]);
+        let ep = self.ep.load(Ordering::Relaxed);
+        let (found, has_hot, has_missed) = state.look(ep, &mut out[first..], self.relies_on_doorbells());
+        if has_missed {
+            self.ring(ep);
+        }
         (first + found, has_more || has_hot && !self.has_others())
+    }
+
+    /// True if something waits for the kernel's events of it that is not seen here.
+    fn relies_on_doorbells(&self) -> bool {
+        self.is_nested.load(Ordering::SeqCst) || self.others.load(Ordering::SeqCst) != ALONE
     }
 
     /// True if another thread or process may sleep on it that the bell wakes.
@@ -1114,7 +1139,7 @@ fn correct(instance: &Instance, events: &mut [epoll_event], before: usize) -> Ke
         state.heat_unannounced(instance.is_foreign.load(Ordering::Relaxed));
     }
     state.list += 1;
-    let mut kept = 0;
+    let (mut kept, mut has_missed) = (0, false);
     for i in 0..events.len() {
         let event = events[i];
         if let Some(connection) = with_room(event.u64) {
@@ -1142,6 +1167,9 @@ fn correct(instance: &Instance, events: &mut [epoll_event], before: usize) -> Ke
             }
             if slot.is_accelerated() {
                 events_now = instance.without_doorbell(state, at, events_now);
+                if events_now & READABLE != 0 && instance.relies_on_doorbells() {
+                    has_missed |= state.registrations[at as usize].ask_for_next();
+                }
             }
         }
         if events_now == 0 {
@@ -1160,7 +1188,8 @@ fn correct(instance: &Instance, events: &mut [epoll_event], before: usize) -> Ke
     }
     // This call returns without a look, and the bell has woken no other thread.
     let is_for_another = has_rung && kept + before > 0 && instance.may_have_sleepers();
-    if is_for_another && (state.has_unannounced_hot() || instance.has_one_shots()) {
+    let rings = is_for_another && (state.has_unannounced_hot() || instance.has_one_shots());
+    if rings || has_missed {
         drop(guard);
         instance.ring(instance.ep.load(Ordering::Relaxed));
     }

@@ -181,6 +181,16 @@ impl Registration {
         }
     }
 
+    /// After an event of an edge that left bytes in the ring: asks for a doorbell with the next bytes. True if some have come already.
+    pub(super) fn ask_for_next(&self) -> bool {
+        if self.events & EDGE == 0 {
+            return false;
+        }
+        arm_connection(self.number);
+        let slot = slots::slot(self.number);
+        self.has_bytes(slot) && !self.is_told(slot)
+    }
+
     /// After an event for unread bytes of the ring. True if the program has been told of all, and a doorbell has come since for them.
     pub(super) fn is_told_again(&mut self, slot: &Slot) -> bool {
         let Some(mut receiving) = slot.try_receiving() else { return false };

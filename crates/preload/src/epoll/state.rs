@@ -172,12 +172,18 @@ impl State {
         }
     }
 
-    /// Events of hot connections, from where the last call ended: their number, and whether other connections have bytes without a doorbell.
-    pub(super) fn look(&mut self, ep: c_int, out: &mut [epoll_event]) -> (usize, bool) {
-        let (mut found, mut kept, mut has_more) = (0, 0, false);
+    /// Events of hot connections, from where the last call ended: their number, whether other connections have bytes without a doorbell, and
+    /// whether a connection that has an event here has got more bytes meanwhile. With `relies_on_doorbells`, each event is followed by a doorbell.
+    pub(super) fn look(
+        &mut self,
+        ep: c_int,
+        out: &mut [epoll_event],
+        relies_on_doorbells: bool,
+    ) -> (usize, bool, bool) {
+        let (mut found, mut kept, mut has_more, mut has_missed) = (0, 0, false, false);
         let len = self.hot.len();
         if len == 0 {
-            return (0, false);
+            return (0, false, false);
         }
         let first = self.next % len;
         self.hot.rotate_left(first);
@@ -198,6 +204,7 @@ impl State {
                     found += 1;
                     self.next = i + 1;
                     one.idle = 0;
+                    has_missed |= relies_on_doorbells && events & READABLE != 0 && one.ask_for_next();
                 } else {
                     one.idle += 1;
                 }
@@ -214,7 +221,7 @@ impl State {
             }
         }
         self.hot.truncate(kept);
-        (found, has_more)
+        (found, has_more, has_missed)
     }
 
     /// During a long sleep: looks at all connections, and has the next wait look at those with unread bytes. `is_foreign`: another process has
