@@ -264,7 +264,8 @@ impl Connection {
 
     /// What the kernel says of it, as bits of `poll` and `epoll`, which are the same.
     pub(crate) fn poll(self) -> u32 {
-        let events = libc::POLLRDHUP | libc::POLLIN | libc::POLLRDNORM | libc::POLLOUT | libc::POLLWRNORM;
+        let events =
+            libc::POLLRDHUP | libc::POLLPRI | libc::POLLIN | libc::POLLRDNORM | libc::POLLOUT | libc::POLLWRNORM;
         let mut one = libc::pollfd { fd: self.fd, events, revents: 0 };
         let none = libc::timespec { tv_sec: 0, tv_nsec: 0 };
         let (at, none) = ((&raw mut one) as c_long, (&raw const none) as c_long);

@@ -602,13 +602,20 @@ pub(crate) fn before_descriptor_closes(connection: u32, fd: c_int) {
         Some(instance.ep.load(Ordering::Relaxed))
     };
     slots::one_shots().before_close(connection, fd, descriptor);
-    if let Some(instance) = instance(slots::local(connection).instance.load(Ordering::Relaxed))
-        && let Ok(mut guard) = instance.lock.lock()
-    {
+    let number = slots::local(connection).instance.load(Ordering::Relaxed);
+    let leave = |instance: &Instance| {
+        let Ok(mut guard) = instance.lock.lock() else { return };
         let state = instance.state(&mut guard);
         if let Some(at) = state.find(connection, Some(fd)) {
             state.registrations[at].leave(instance.ep.load(Ordering::Relaxed));
         }
+    };
+    match instance(number) {
+        Some(instance) => leave(instance),
+        None if number == slots::SEVERAL => {
+            instances().filter(|instance| instance.is_used.load(Ordering::SeqCst)).for_each(leave);
+        }
+        None => {}
     }
 }
 

@@ -106,9 +106,11 @@ impl Registration {
         self.is_known() && slot.is_accelerated()
     }
 
-    /// As [`Registration::is_carried`], for any connection that is not left to the kernel.
+    /// As [`Registration::is_carried`], for any connection that is not left to the kernel. After the descriptor was closed, the registration ends
+    /// with the connection.
     pub(super) fn is_known(&self) -> bool {
-        slots::find(self.fd) == Some(self.number) && !slots::slot(self.number).is_left_to_kernel.load(Ordering::SeqCst)
+        let is_its = self.is_leaving || slots::find(self.fd) == Some(self.number);
+        is_its && !slots::slot(self.number).is_left_to_kernel.load(Ordering::SeqCst)
     }
 
     /// Changes the kernel's registration. False if the program has just taken it out, or has closed the descriptor while the connection
