@@ -4,6 +4,8 @@
 //! (`read-only = true`, `sec = ["krb5", "krb5i"]`). A [`Schema`] lists its options. From that list come the parser of the words, that of
 //! the table, the messages about unknown options, the help, the reference, and the comparison of two states of an item.
 
+#![forbid(unsafe_code)]
+
 use std::fmt::Write;
 
 mod error;

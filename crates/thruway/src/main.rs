@@ -19,6 +19,7 @@ mod remote;
 mod run;
 mod serve;
 mod ssh;
+mod tables;
 
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{CommandFactory, Parser, Subcommand};

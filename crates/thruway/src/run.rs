@@ -1,8 +1,10 @@
 //! `thruway run`: a program whose TCP connections go on through shared memory where they can.
 
+mod policy;
+
 use crate::relay::{self, RelayOptions};
 use clap::Args;
-use serde::Deserialize;
+pub(crate) use policy::ring_size;
 use std::ffi::{OsStr, OsString};
 use std::io::Write;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
@@ -12,10 +14,9 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 use thruway_cli::{Common, Failed, say_error};
-use thruway_engine::units;
+use thruway_sockets::Segment;
 use thruway_sockets::settings::{Mode, Rule, Settings, VARIABLE};
 use thruway_sockets::stats::Counters;
-use thruway_sockets::{RING_MAX, RING_MIN, Segment};
 use thruway_sockets::{signals, startup};
 
 /// The file that the dynamic linker loads into programs.
@@ -34,11 +35,9 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "FILE")]
     policy: Option<PathBuf>,
     /// Leave connections with these ports to TCP, e.g. 22 or 8000-8100,9000
-    #[arg(long, value_name = "PORTS", value_parser = ports, value_delimiter = ',')]
+    #[arg(long, value_name = "PORTS", value_parser = policy::port_range, value_delimiter = ',')]
     tcp: Vec<(u16, u16)>,
-    /// Accelerate connections between programs of this group's members, whichever users they are, that are run with the same group; by
-    /// default, between programs of one user
-    #[arg(long, value_name = "GROUP")]
+    #[arg(long, value_name = "GROUP", help = policy::about("group"), value_parser = |text: &str| policy::checked("group", text))]
     group: Option<String>,
     /// Say of each connection, when the program has ended, what has become of it and why
     #[arg(long)]
@@ -53,16 +52,12 @@ pub(crate) struct RunArgs {
     /// Write that file also while the program runs, again after so many seconds
     #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u32).range(1..))]
     every: Option<u32>,
-    /// Accelerate a connection after so many calls that send or receive [default: 16, or 128 if others to the same port have been over
-    /// sooner]
-    #[arg(long, value_name = "CALLS")]
-    after_calls: Option<u32>,
-    /// Bytes on their way in each direction of a connection through shared memory, a power of two from 4K to 4M
-    #[arg(long, value_name = "SIZE", value_parser = units::parse_size)]
-    ring: Option<u64>,
-    /// Microseconds for which a thread that receives looks again and again before it sleeps, up to 1000; 0 to sleep at once
-    #[arg(long, value_name = "MICROSECONDS", value_parser = clap::value_parser!(u32).range(..=i64::from(SPIN_MAX)))]
-    spin: Option<u32>,
+    #[arg(long, value_name = "CALLS", help = policy::about("after-calls"), value_parser = |text: &str| policy::checked("after-calls", text))]
+    after_calls: Option<String>,
+    #[arg(long, value_name = "SIZE", help = policy::about("ring"), value_parser = |text: &str| policy::checked("ring", text))]
+    ring: Option<String>,
+    #[arg(long, value_name = "MICROSECONDS", help = policy::about("spin"), value_parser = |text: &str| policy::checked("spin", text))]
+    spin: Option<String>,
     /// Accelerate connections to other hosts, too, whose programs run so and whose relays know each other's keys; starts a relay if
     /// there is none
     #[arg(long)]
@@ -74,79 +69,14 @@ pub(crate) struct RunArgs {
     program: Vec<OsString>,
 }
 
-fn ports(text: &str) -> Result<(u16, u16), String> {
-    let (first, last) = text.split_once('-').unwrap_or((text, text));
-    let (first, last) = (first.trim(), last.trim());
-    match (first.parse(), last.parse()) {
-        (Ok(_), Ok(0)) => Err("no connection has port 0".to_owned()),
-        (Ok(first), Ok(last)) if first <= last => Ok((first, last)),
-        _ => Err("a port or a range of ports, as 8000-8100".to_owned()),
-    }
-}
-
-/// The file that `--policy` names.
-#[derive(Deserialize, Default)]
-#[serde(deny_unknown_fields, rename_all = "kebab-case", default)]
-struct Policy {
-    after_calls: Option<u32>,
-    after_bytes: Option<Size>,
-    ring: Option<Size>,
-    memory: Option<Size>,
-    spin: Option<u32>,
-    board: Option<PathBuf>,
-    group: Option<Group>,
-    rule: Vec<PolicyRule>,
-}
-
-#[derive(Deserialize)]
-#[serde(deny_unknown_fields)]
-struct PolicyRule {
-    ports: Ports,
-    mode: PolicyMode,
-}
-
-#[derive(Deserialize, Clone, Copy)]
-#[serde(rename_all = "lowercase")]
-enum PolicyMode {
-    Auto,
-    Tcp,
-    Relay,
-}
-
-/// A group, by its number or its name.
-#[derive(Deserialize)]
-#[serde(untagged, expecting = "expected a group's name or number")]
-enum Group {
-    Number(u32),
-    Name(String),
-}
-
-/// A port, or ports and ranges of them as in `22, 8000-8100`.
-#[derive(Deserialize)]
-#[serde(untagged, expecting = "expected a port, or ports and ranges of them as in \"22, 8000-8100\"")]
-enum Ports {
-    Number(u16),
-    Text(String),
-}
-
-/// A number of bytes, as a number or as `256K`.
-#[derive(Deserialize)]
-#[serde(untagged, expecting = "expected a number of bytes, or a size as in \"256K\"")]
-enum Size {
-    Bytes(u64),
-    Text(String),
-}
-
-impl Size {
-    fn bytes(&self) -> Result<u64, String> {
-        match self {
-            Size::Bytes(bytes) => Ok(*bytes),
-            Size::Text(text) => units::parse_size(text).map_err(|error| error.to_string()),
-        }
-    }
-}
-
 impl RunArgs {
+    /// The given options that a policy has, too, by their keys.
+    fn of_policy(&self) -> impl Iterator<Item = (&'static str, &str)> {
+        let options =
+            [("after-calls", &self.after_calls), ("ring", &self.ring), ("spin", &self.spin), ("group", &self.group)];
+        options.into_iter().filter_map(|(key, value)| Some((key, value.as_deref()?)))
+    }
+
     /// Counters are wanted: by name, or for a report that would be empty without.
     fn has_stats(&self) -> bool {
         self.stats || (self.report.is_some() && !self.explain)
@@ -391,24 +321,12 @@ impl Told {
 }
 
 fn settings(args: &RunArgs) -> Result<Settings, String> {
-    let mut settings = Settings::default();
-    if let Some(path) = &args.policy {
-        let text = std::fs::read_to_string(path).map_err(|error| format!("cannot read {}: {error}", path.display()))?;
-        let policy: Policy = toml::from_str(&text).map_err(|error| format!("{}: {error}", path.display()))?;
-        apply(&policy, &mut settings).map_err(|why| format!("{}: {why}", path.display()))?;
-    }
+    let mut settings = args.policy.as_deref().map_or(Ok(Settings::default()), policy::read)?;
     // Options come before the file.
     let rules = args.tcp.iter().map(|&(first, last)| Rule { first, last, mode: Mode::Tcp });
     settings.rules.splice(0..0, rules);
-    if let Some(calls) = args.after_calls {
-        set_after_calls(calls, &mut settings);
-    }
-    settings.spin = args.spin.unwrap_or(settings.spin);
-    if let Some(group) = &args.group {
-        settings.group = Some(group_number(group).map_err(|why| format!("--group: {why}"))?);
-    }
-    if let Some(ring) = args.ring {
-        settings.ring = ring_size(ring).map_err(|why| format!("--ring: {why}"))?;
+    for (key, value) in args.of_policy() {
+        policy::set(&mut settings, key, value).map_err(|why| format!("--{key}: {why}"))?;
     }
     let least = Segment::len_with(settings.ring) as u64;
     if settings.memory < least {
@@ -418,86 +336,6 @@ fn settings(args: &RunArgs) -> Result<Settings, String> {
         ));
     }
     Ok(settings)
-}
-
-/// What was chosen holds for every service.
-fn set_after_calls(calls: u32, settings: &mut Settings) {
-    (settings.after_calls, settings.after_calls_of_short) = (calls, calls);
-}
-
-fn apply(policy: &Policy, settings: &mut Settings) -> Result<(), String> {
-    if let Some(calls) = policy.after_calls {
-        set_after_calls(calls, settings);
-    }
-    if let Some(spin) = policy.spin {
-        if spin > SPIN_MAX {
-            return Err(format!("spin = {spin}: {SPIN_MAX} microseconds at most"));
-        }
-        settings.spin = spin;
-    }
-    if let Some(size) = &policy.after_bytes {
-        settings.after_bytes = size.bytes().map_err(|why| format!("after-bytes: {why}"))?;
-    }
-    if let Some(size) = &policy.memory {
-        settings.memory = size.bytes().map_err(|why| format!("memory: {why}"))?;
-    }
-    if let Some(size) = &policy.ring {
-        settings.ring = size.bytes().and_then(ring_size).map_err(|why| format!("ring: {why}"))?;
-    }
-    if let Some(board) = &policy.board {
-        if !board.is_absolute() || !board.is_dir() {
-            return Err(format!("board = \"{}\": no directory, by its whole path", board.display()));
-        }
-        settings.board.clone_from(board);
-    }
-    if let Some(group) = &policy.group {
-        let name = match group {
-            Group::Number(number) => &number.to_string(),
-            Group::Name(name) => name,
-        };
-        settings.group = Some(group_number(name).map_err(|why| format!("group = \"{name}\": {why}"))?);
-    }
-    for rule in &policy.rule {
-        let text = match &rule.ports {
-            Ports::Number(number) => &number.to_string(),
-            Ports::Text(text) => text,
-        };
-        let mode = match rule.mode {
-            PolicyMode::Auto => Mode::Auto,
-            PolicyMode::Tcp => Mode::Tcp,
-            PolicyMode::Relay => Mode::Relay,
-        };
-        for range in text.split(',') {
-            let (first, last) = ports(range).map_err(|why| format!("ports = \"{text}\": {why}"))?;
-            settings.rules.push(Rule { first, last, mode });
-        }
-    }
-    Ok(())
-}
-
-/// The number of a group, which this process has to be in: programs could not open its board.
-fn group_number(name: &str) -> Result<u32, String> {
-    let number = match nix::unistd::Group::from_name(name) {
-        Ok(Some(group)) => group.gid.as_raw(),
-        _ => name.parse().map_err(|_| format!("there is no group '{name}'"))?,
-    };
-    let groups = rustix::process::getgroups().unwrap_or_default();
-    let is_in = groups.into_iter().chain([rustix::process::getegid()]).any(|group| group.as_raw() == number);
-    if is_in || rustix::process::geteuid().is_root() {
-        return Ok(number);
-    }
-    Err(format!(
-        "this process is not in the group '{name}': add its user (usermod -aG), and log in again; or use newgrp, or SupplementaryGroups= of systemd"
-    ))
-}
-
-pub(crate) fn ring_size(bytes: u64) -> Result<usize, String> {
-    let size = usize::try_from(bytes).unwrap_or(usize::MAX);
-    if size.is_power_of_two() && (RING_MIN..=RING_MAX).contains(&size) {
-        Ok(size)
-    } else {
-        Err(format!("{bytes} is no power of two from {RING_MIN} to {RING_MAX}"))
-    }
 }
 
 /// Where the library is: as an installation or a build has it.
@@ -678,46 +516,5 @@ mod tests {
     fn equal_lines_are_one_with_their_count() {
         assert_eq!(with_counts("b\na\nb\nc\nb\n"), ["b (3 times)", "a", "c"]);
         assert!(with_counts("").is_empty());
-    }
-
-    #[test]
-    fn a_policy_is_understood_or_refused_with_its_mistake() {
-        let parse = |text: &str| {
-            let mut settings = Settings::default();
-            let policy: Policy = toml::from_str(text).map_err(|error| error.to_string())?;
-            apply(&policy, &mut settings).map(|()| settings)
-        };
-        let settings = parse(
-            "after-calls = 4\nring = \"1M\"\nmemory = 1048576\n[[rule]]\nports = \"22\"\nmode = \"tcp\"\n[[rule]]\nports = \"1-9\"\nmode = \"auto\"",
-        )
-        .unwrap();
-        assert_eq!((settings.after_calls, settings.after_calls_of_short), (4, 4));
-        assert_eq!((settings.ring, settings.memory), (1 << 20, 1 << 20));
-        assert_eq!(settings.mode([22, 40000]), Mode::Tcp);
-        for text in ["22", "\"22\"", "\"8000-8100, 22\""] {
-            let settings = parse(&format!("[[rule]]\nports = {text}\nmode = \"tcp\"")).unwrap();
-            assert_eq!(settings.mode([22, 40000]), Mode::Tcp, "{text}");
-            assert_eq!(settings.mode([8050, 40000]) == Mode::Tcp, text.contains("8000"), "{text}");
-        }
-        let own = rustix::process::getegid().as_raw();
-        assert_eq!(parse(&format!("group = {own}")).unwrap().group, Some(own));
-        assert_eq!(parse(&format!("group = \"{own}\"")).unwrap().group, Some(own));
-        for (text, why) in [
-            ("ring = 5000", "no power of two"),
-            ("ring = \"x\"", "ring"),
-            ("[[rule]]\nports = \"9-1\"\nmode = \"tcp\"", "9-1"),
-            ("[[rule]]\nports = 70000\nmode = \"tcp\"", "ports"),
-            ("[[rule]]\nports = \"1,\"\nmode = \"tcp\"", "1,"),
-            ("[[rule]]\nports = \"0\"\nmode = \"tcp\"", "port 0"),
-            ("[[rule]]\nports = \"1\"\nmode = \"rdma\"", "rdma"),
-            ("aftercalls = 1", "aftercalls"),
-            ("group = \"no such group\"", "no such group"),
-            ("group = -1", "a group's name or number"),
-            ("ring = true", "a size as in"),
-            ("[[rule]]\nports = [22, 23]\nmode = \"tcp\"", "ranges of them as in"),
-        ] {
-            let error = parse(text).unwrap_err();
-            assert!(error.contains(why), "{text}: {error}");
-        }
     }
 }

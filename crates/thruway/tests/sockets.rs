@@ -304,7 +304,7 @@ fn limits_hold_and_what_cannot_have_an_effect_is_an_error() {
         (&["--provider", "iwarp"], 2, "--provider needs --remote"),
         (&["--relay-port", "7000"], 2, "--relay-port needs --remote"),
         (&["--plaintext"], 2, "--plaintext needs --remote"),
-        (&["--spin", "1001"], 2, "1001 is not in"),
+        (&["--spin", "1001"], 2, "1000 microseconds at most"),
     ] {
         let output = finish(program(Some(options), &["true"]));
         assert!(output.status.code() == Some(status) && support::stderr(&output).contains(why), "{output:?}");

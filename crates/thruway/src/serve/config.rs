@@ -8,6 +8,7 @@
 use super::ServeArgs;
 use super::nfs::{SHARE, Spec as Share};
 use super::{EXPORT, block, nfs};
+use crate::tables::{Diagnostic, Mistakes, Placed, has_texts_only, line_of, lines, scalar};
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Arg, ArgAction, Args};
 use std::collections::HashMap;
@@ -18,10 +19,10 @@ use std::path::Path;
 use thruway_block::export::{OPTIONS as DISK, Spec};
 use thruway_block::layer;
 use thruway_nfs::rules::{OPTIONS as RULE, Rule, RuleError};
-use thruway_options::{Row, Schema, Value};
+use thruway_options::Row;
 use thruway_transfer::daemon::Export;
 use toml::Spanned;
-use toml::de::{DeArray, DeTable, DeValue};
+use toml::de::{DeTable, DeValue};
 
 /// What a file says.
 #[derive(Default)]
@@ -80,12 +81,6 @@ fn differences<T: PartialEq>(now: Vec<(String, T)>, earlier: Vec<(String, T)>) -
     let changed = now.iter().filter(|(name, entry)| value(&earlier, name).is_none_or(|at| earlier[at].1 != *entry));
     let gone = earlier.iter().filter(|(name, _)| value(&now, name).is_none());
     changed.chain(gone).map(|(name, _)| name.clone()).collect()
-}
-
-/// Something wrong, and where.
-struct Diagnostic {
-    span: Range<usize>,
-    what: String,
 }
 
 /// The key of a disk that is no option of it.
@@ -158,7 +153,7 @@ const TABLES: &[Table] = &[
 fn table_of(arg: &Arg) -> Option<&'static str> {
     match arg.get_id().as_str() {
         "config" | "check" | "once" | "block" | "export" => None,
-        "provider" | "anonymous" | "no_landlock" | "user" | "state" | "max_connections" => Some(""),
+        "provider" | "anonymous" | "no_landlock" | "user" | "state" | "max_connections" | "control" => Some(""),
         _ if arg.is_hide_set() || arg.get_long().is_none() => None,
         _ if arg.get_help_heading() == Some(block::HEADING) => Some("block"),
         _ if arg.get_help_heading() == Some(nfs::HEADING) => Some("nfs"),
@@ -180,35 +175,24 @@ pub(super) fn again(what: &str) -> String {
 /// # Errors
 /// All mistakes in the file, one per line.
 pub(super) fn read(path: &Path, text: &str) -> Result<File, String> {
-    parse(text).map_err(|mistakes| {
-        let lines = mistakes
-            .iter()
-            .map(|mistake| format!("{}:{}: {}", path.display(), line_of(text, mistake.span.start), mistake.what));
-        lines.collect::<Vec<_>>().join("\n")
-    })
-}
-
-/// Line number, from 1, of a byte offset.
-fn line_of(text: &str, at: usize) -> usize {
-    1 + text.as_bytes()[..at.min(text.len())].iter().filter(|byte| **byte == b'\n').count()
+    parse(text).map_err(|mistakes| lines(path, text, &mistakes))
 }
 
 fn parse(text: &str) -> Result<File, Vec<Diagnostic>> {
     let (top, errors) = DeTable::parse_recoverable(text);
     let command = command();
-    let mut reader = Reader { command: &command, file: File::default(), mistakes: Vec::new() };
+    let mut reader = Reader { command: &command, file: File::default(), mistakes: Mistakes::default() };
     for error in errors {
         reader.mistake(error.span().unwrap_or_default(), error.message());
     }
     reader.table(&TABLES[0], top.get_ref());
-    let Reader { mut file, mut mistakes, .. } = reader;
+    let Reader { mut file, mistakes, .. } = reader;
     // The reader has stored byte offsets.
     file.lines.values_mut().for_each(|at| *at = line_of(text, *at));
-    if mistakes.is_empty() {
-        return Ok(file);
+    match mistakes.len() {
+        0 => Ok(file),
+        _ => Err(mistakes.into_sorted()),
     }
-    mistakes.sort_by_key(|mistake| mistake.span.start);
-    Err(mistakes)
 }
 
 /// What a key of a table is called in messages.
@@ -219,12 +203,12 @@ fn full(table: &str, key: &str) -> String {
 struct Reader<'a> {
     command: &'a clap::Command,
     file: File,
-    mistakes: Vec<Diagnostic>,
+    mistakes: Mistakes,
 }
 
 impl Reader<'_> {
     fn mistake(&mut self, span: Range<usize>, what: impl Into<String>) {
-        self.mistakes.push(Diagnostic { span, what: what.into() });
+        self.mistakes.add(span, what);
     }
 
     /// Records the byte offset of an entry. [`parse`] replaces it by the line number. A second entry of the same name is recorded
@@ -330,161 +314,78 @@ impl Reader<'_> {
         self.command.get_arguments().any(|arg| arg.get_long() == Some(name) && table_of(arg) == Some(table.name))
     }
 
-    /// The content of a table of which there may be several. `None` if it is none.
-    fn content<'d>(&mut self, path: &str, entry: &'d Spanned<DeValue<'d>>) -> Option<&'d DeTable<'d>> {
-        match entry.get_ref() {
-            DeValue::Table(content) => Some(content),
-            _ => {
-                self.mistake(entry.span(), format!("write [[{path}]], with two brackets"));
-                None
-            }
-        }
-    }
-
-    /// Makes an item from a table: `new` from the values of the required keys, and the rest by the options of the schema. `other` reads keys
-    /// that are not the schema's; it returns false for those that it does not know. `more` are their names, for messages.
-    fn item<T>(
-        &mut self,
-        schema: &Schema<T>,
-        more: &[&'static str],
-        (entry, content): (&Spanned<DeValue<'_>>, &DeTable<'_>),
-        new: impl FnOnce(&[String]) -> Result<T, String>,
-        mut other: impl FnMut(&mut Self, Option<&mut T>, &str, &Spanned<DeValue<'_>>) -> bool,
-    ) -> Option<T> {
-        let (before, what) = (self.mistakes.len(), schema.what);
-        let mut values = Vec::new();
-        for required in schema.required {
-            match content.get(required.key).map(|value| (value.span(), scalar(value.get_ref()))) {
-                Some((_, Some(text))) => values.push(text),
-                Some((span, None)) => self.mistake(span, format!("{} is a text or a number", required.key)),
-                None => self.mistake(entry.span(), format!("the {what}'s {} is missing", required.key)),
-            }
-        }
-        let mut item = None;
-        if values.len() == schema.required.len() {
-            match new(&values) {
-                Ok(new) => item = Some(new),
-                Err(why) => self.mistake(entry.span(), why),
-            }
-        }
-        for (key, value) in content {
-            let name = key.get_ref().as_ref();
-            if schema.required.iter().any(|required| required.key == name) || other(self, item.as_mut(), name, value) {
-                continue;
-            }
-            let Some(option) = schema.with_key(name) else {
-                let known: Vec<&str> = schema.keys().chain(more.iter().copied()).collect();
-                let article = if what.starts_with('e') { "an" } else { "a" };
-                let why = format!("unknown key '{name}' of {article} {what} (expected {})", known.join(", "));
-                self.mistake(key.span(), why);
-                continue;
-            };
-            let set = match (value_of(value.get_ref()), item.as_mut()) {
-                (Some(value), Some(item)) => option.set_value(item, &value),
-                (Some(value), None) if option.accepts(&value) => Ok(()),
-                _ => Err(option.wrong_type()),
-            };
-            if let Err(why) = set {
-                self.mistake(value.span(), why.to_string());
-            }
-        }
-        item.filter(|_| self.mistakes.len() == before)
-    }
-
     fn entry(&mut self, table: &Table, entries: &Entries, entry: &Spanned<DeValue<'_>>) {
-        let Some(content) = self.content(&full(table.name, entries.name), entry) else { return };
-        let what =
-            format!("{} '{}'", entries.what, content.get("name").and_then(|v| scalar(v.get_ref())).unwrap_or_default());
+        let Some(placed) = self.mistakes.content(&full(table.name, entries.name), entry) else { return };
+        let name = placed.1.get("name").and_then(|name| scalar(name.get_ref())).unwrap_or_default();
         match table.name {
-            "transfer" => {
-                let export =
-                    self.item(&EXPORT, &[], (entry, content), |v| super::new_export(&v[0], &v[1]), |_, _, _, _| false);
-                self.file.exports.extend(export);
-            }
-            "block" => {
-                let disk = self.disk(entry, content);
-                self.file.disks.extend(disk);
-            }
+            "transfer" => self.file.exports.extend(directory(&mut self.mistakes, placed)),
+            "block" => self.file.disks.extend(disk(&mut self.mistakes, placed)),
             _ => {
-                let share = self.share(table, entry, content);
-                self.file.shares.extend(share);
+                let rules = full(table.name, table.entries[1].name);
+                self.file.shares.extend(share(&mut self.mistakes, &rules, placed));
             }
         }
-        self.place(what, entry.span());
-    }
-
-    fn share(&mut self, table: &Table, entry: &Spanned<DeValue<'_>>, content: &DeTable<'_>) -> Option<Share> {
-        let rules_path = full(table.name, table.entries[1].name);
-        let new = |values: &[String]| Share::new(&values[0], &values[1]);
-        self.item(&SHARE, &[], (entry, content), new, |reader, mut share, key, value| {
-            let Some(rules) = value.get_ref().as_array().filter(|rules| key == "allow" && !has_texts_only(rules))
-            else {
-                return false;
-            };
-            // Each is as on the command line, or a table.
-            for rule in rules.iter() {
-                let read = match rule.get_ref() {
-                    DeValue::String(text) => {
-                        let read = text.parse();
-                        read.map_err(|e: RuleError| reader.mistake(rule.span(), e.to_string())).ok()
-                    }
-                    _ => reader.rule(&rules_path, rule),
-                };
-                if let (Some(share), Some(rule)) = (share.as_deref_mut(), read) {
-                    share.allow(rule);
-                }
-            }
-            true
-        })
-    }
-
-    fn rule(&mut self, path: &str, entry: &Spanned<DeValue<'_>>) -> Option<Rule> {
-        let content = self.content(path, entry)?;
-        let new = |values: &[String]| values[0].parse::<Rule>().map_err(|e| e.to_string());
-        self.item(&RULE, &[], (entry, content), new, |_, _, _, _| false)
-    }
-
-    fn disk(&mut self, entry: &Spanned<DeValue<'_>>, content: &DeTable<'_>) -> Option<Spec> {
-        let new = |values: &[String]| Spec::new(&values[0], &values[1]).map_err(|e| e.to_string());
-        self.item(&DISK, &[LAYERS], (entry, content), new, |reader, mut disk, key, value| {
-            if key != LAYERS {
-                return false;
-            }
-            let Some(layers) = value.get_ref().as_array() else {
-                reader.mistake(value.span(), format!("{LAYERS} is a list"));
-                return true;
-            };
-            for layer in layers.iter() {
-                let word = layer.get_ref().as_str().unwrap_or_default();
-                let (key, value) = word.split_once('=').unwrap_or((word, ""));
-                match disk.as_deref_mut().map_or(Ok(true), |disk| disk.layer(key, value)) {
-                    Ok(true) => {}
-                    Ok(false) => {
-                        let why = format!("unknown layer '{word}' (expected {})", layer::syntax());
-                        reader.mistake(layer.span(), why);
-                    }
-                    Err(why) => reader.mistake(layer.span(), why.to_string()),
-                }
-            }
-            true
-        })
+        self.place(format!("{} '{name}'", entries.what), entry.span());
     }
 }
 
-/// A value for an option; `None` for a table. An element of a list that is no text is an empty one, which no option takes.
-fn value_of(value: &DeValue<'_>) -> Option<Value> {
-    match value {
-        DeValue::Boolean(value) => Some(Value::Flag(*value)),
-        DeValue::Array(values) => {
-            let text = |value: &Spanned<DeValue<'_>>| value.get_ref().as_str().unwrap_or_default().to_owned();
-            Some(Value::List(values.iter().map(text).collect()))
-        }
-        other => scalar(other).map(Value::Text),
-    }
+fn directory(mistakes: &mut Mistakes, placed: Placed<'_>) -> Option<Export> {
+    mistakes.item(&EXPORT, &[], placed, |values| super::new_export(&values[0], &values[1]), |_, _, _, _| false)
 }
 
-fn has_texts_only(values: &DeArray<'_>) -> bool {
-    values.iter().all(|value| value.get_ref().is_str())
+/// `rules` is the name of the tables for its rules.
+fn share(mistakes: &mut Mistakes, rules: &str, placed: Placed<'_>) -> Option<Share> {
+    let new = |values: &[String]| Share::new(&values[0], &values[1]);
+    mistakes.item(&SHARE, &[], placed, new, |mistakes, mut share, key, value| {
+        let Some(list) = value.get_ref().as_array().filter(|list| key == "allow" && !has_texts_only(list)) else {
+            return false;
+        };
+        // Each is as on the command line, or a table.
+        for entry in list.iter() {
+            let read = match entry.get_ref() {
+                DeValue::String(text) => {
+                    let read = text.parse();
+                    read.map_err(|e: RuleError| mistakes.add(entry.span(), e.to_string())).ok()
+                }
+                _ => mistakes.content(rules, entry).and_then(|placed| rule(mistakes, placed)),
+            };
+            if let (Some(share), Some(rule)) = (share.as_deref_mut(), read) {
+                share.allow(rule);
+            }
+        }
+        true
+    })
+}
+
+fn rule(mistakes: &mut Mistakes, placed: Placed<'_>) -> Option<Rule> {
+    let new = |values: &[String]| values[0].parse::<Rule>().map_err(|e| e.to_string());
+    mistakes.item(&RULE, &[], placed, new, |_, _, _, _| false)
+}
+
+fn disk(mistakes: &mut Mistakes, placed: Placed<'_>) -> Option<Spec> {
+    let new = |values: &[String]| Spec::new(&values[0], &values[1]).map_err(|e| e.to_string());
+    mistakes.item(&DISK, &[LAYERS], placed, new, |mistakes, mut disk, key, value| {
+        if key != LAYERS {
+            return false;
+        }
+        let Some(layers) = value.get_ref().as_array() else {
+            mistakes.add(value.span(), format!("{LAYERS} is a list"));
+            return true;
+        };
+        for layer in layers.iter() {
+            let word = layer.get_ref().as_str().unwrap_or_default();
+            let (key, value) = word.split_once('=').unwrap_or((word, ""));
+            match disk.as_deref_mut().map_or(Ok(true), |disk| disk.layer(key, value)) {
+                Ok(true) => {}
+                Ok(false) => {
+                    let why = format!("unknown layer '{word}' (expected {})", layer::syntax());
+                    mistakes.add(layer.span(), why);
+                }
+                Err(why) => mistakes.add(layer.span(), why.to_string()),
+            }
+        }
+        true
+    })
 }
 
 /// A table, for messages.
@@ -509,18 +410,6 @@ fn keys_of(command: &clap::Command, table: &Table) -> String {
         names.extend(TABLES[1..].iter().map(|t| format!("[{}]", t.name)));
     }
     names.join(", ")
-}
-
-/// A text or a number, as it would be on the command line.
-fn scalar(value: &DeValue<'_>) -> Option<String> {
-    match value {
-        DeValue::String(text) => Some(text.to_string()),
-        DeValue::Integer(number) => {
-            i128::from_str_radix(number.as_str(), number.radix()).ok().map(|number| number.to_string())
-        }
-        DeValue::Float(number) => Some(number.as_str().into()),
-        _ => None,
-    }
 }
 
 /// What an option's parser says against a value; `None` if the error is about something else.
