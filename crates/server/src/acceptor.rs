@@ -12,6 +12,7 @@ use thruway_engine::Reactors;
 use thruway_engine::limits;
 use thruway_engine::reactor::LoadBalancer;
 use thruway_fabric::{ConnectionEvent, ConnectionRequest, Device, ListenOptions, Provider};
+use thruway_metrics::{Description, RegisterError, Registered, Registry};
 use thruway_tcp::Origin;
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
@@ -44,6 +45,10 @@ impl ConnectionKind {
         })
     }
 }
+
+/// Metric of all acceptors.
+const CONNECTIONS: Description =
+    Description { name: "thruway_connections", help: "Connections that are being served, by protocol." };
 
 /// Decides which connections of a protocol are served, and ends them in an orderly way.
 pub struct Acceptor {
@@ -197,6 +202,16 @@ impl Acceptor {
     /// Connections that are being served.
     pub fn connections(&self) -> usize {
         self.limit.count()
+    }
+
+    /// Registers the number of connections, by the name of the protocol.
+    ///
+    /// # Errors
+    /// [`RegisterError`], if another listener of the protocol is registered.
+    pub fn register(&self, registry: &Registry) -> Result<Registered, RegisterError> {
+        let limit = Arc::clone(&self.limit);
+        let read = move || i64::try_from(limit.count()).unwrap_or(i64::MAX);
+        registry.gauge_of(CONNECTIONS, &[("protocol", self.limit.protocol())], read)
     }
 
     /// Becomes true when connections are to end.

@@ -2,6 +2,7 @@
 
 use crate::Address;
 use std::error::Error;
+use thruway_metrics::{RegisterError, Registered, Registry};
 
 /// A service, from the moment that it listens.
 ///
@@ -22,6 +23,15 @@ pub trait Service {
     /// What could not be read; then everything stays as it was.
     fn reload(&self) -> Result<(), Box<dyn Error>> {
         Ok(())
+    }
+
+    /// Registers its metrics.
+    ///
+    /// # Errors
+    /// [`RegisterError`].
+    fn register(&self, registry: &Registry) -> Result<Vec<Registered>, RegisterError> {
+        let _ = registry;
+        Ok(Vec::new())
     }
 
     /// What it is doing and has done, a line each.

@@ -5,6 +5,7 @@ mod block;
 mod block_access;
 mod block_durability;
 mod config;
+mod control;
 mod copy;
 mod cuts;
 mod failing_disks;

@@ -13,6 +13,7 @@ use std::io;
 use std::pin::Pin;
 use thruway_engine::Segment;
 pub use thruway_engine::lent::{Lent, Memory};
+use thruway_metrics::{RegisterError, Registered, Registry};
 
 /// An operation in progress on a reactor.
 pub type Op<'a, T> = Pin<Box<dyn Future<Output = io::Result<T>> + 'a>>;
@@ -101,6 +102,14 @@ pub trait Backend: Send + Sync {
     /// The range without a copy, if that is to be had at once and worth while.
     fn lend(&self, _at: u64, _len: usize) -> Option<Lent> {
         None
+    }
+
+    /// Registers the metrics of the disk and of its layers, for an export with this name.
+    ///
+    /// # Errors
+    /// [`RegisterError`].
+    fn register(&self, _registry: &Registry, _export: &str) -> Result<Vec<Registered>, RegisterError> {
+        Ok(Vec::new())
     }
 
     /// What there is to say of it when it has been used, for people.

@@ -36,6 +36,7 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 use thruway_engine::reactor::LoadBalancer;
 use thruway_engine::{Segment, Segments};
+use thruway_metrics::{Description, RegisterError, Registered, Registry};
 use thruway_server::buffers::SMALL;
 use tokio::sync::futures::Notified;
 use tokio::sync::{Notify, oneshot};
@@ -121,6 +122,25 @@ pub struct Counters {
     pub remote: AtomicU64,
     /// Requests handed to another node.
     pub forwarded: AtomicU64,
+}
+
+/// Returns a counter of a cache.
+type Select = fn(&Counters) -> &AtomicU64;
+
+/// Metrics of a cache.
+const METRICS: &[(Description, Select)] = &[
+    (describe("thruway_cache_hits", "Blocks found in the cache."), |counters| &counters.hits),
+    (describe("thruway_cache_misses", "Blocks loaded into the cache for a request."), |counters| &counters.misses),
+    (describe("thruway_cache_evictions", "Blocks removed from the cache for others."), |counters| &counters.evictions),
+    (describe("thruway_cache_read_ahead", "Blocks loaded before a request for them."), |counters| &counters.read_ahead),
+    (describe("thruway_cache_written_out", "Blocks written to the disk."), |counters| &counters.written_out),
+    (describe("thruway_cache_local_bytes", "Bytes copied by a core of their memory node."), |counters| &counters.local),
+    (describe("thruway_cache_remote_bytes", "Bytes copied by a core of another node."), |counters| &counters.remote),
+    (describe("thruway_cache_forwarded", "Requests handed to another memory node."), |counters| &counters.forwarded),
+];
+
+const fn describe(name: &'static str, help: &'static str) -> Description {
+    Description { name, help }
 }
 
 fn count(counter: &AtomicU64, n: u64) {
@@ -850,6 +870,18 @@ impl Backend for Cache {
             let _shared = inner.ranges.share(inner.blocks(at, len as u64), Who::Request).await;
             try_join_all(inner.parts(at, len).map(|part| inner.present(part.block, false))).await.map(drop)
         })
+    }
+
+    fn register(&self, registry: &Registry, export: &str) -> Result<Vec<Registered>, RegisterError> {
+        let mut all = self.inner.below.register(registry, export)?;
+        // Of the caches of a disk, the lowest is number 0.
+        let number = (all.len() / METRICS.len()).to_string();
+        for (description, read) in METRICS {
+            let this = Arc::downgrade(&self.inner);
+            let value = move || this.upgrade().map_or(0, |inner| read(&inner.counters).load(Ordering::Relaxed));
+            all.push(registry.counter_of(*description, &[("export", export), ("cache", &number)], value)?);
+        }
+        Ok(all)
     }
 
     fn summary(&self) -> Option<String> {

@@ -9,6 +9,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 use thruway_engine::Reactors;
+use thruway_metrics::{RegisterError, Registered, Registry};
 use thruway_server::{Acceptor, Address, ConnectionKind, ListenError, Permit, Socket, Stream};
 
 /// Time for an initiator's login.
@@ -97,6 +98,14 @@ impl Server {
     /// Refuses new connections and asks every initiator to log out.
     pub fn close(&self) {
         self.acceptor.close();
+    }
+
+    /// Registers its metrics.
+    ///
+    /// # Errors
+    /// [`RegisterError`], if another server of the protocol is registered.
+    pub fn register(&self, registry: &Registry) -> Result<Registered, RegisterError> {
+        self.acceptor.register(registry)
     }
 
     /// Connections that are being served.

@@ -2,6 +2,7 @@
 
 use crate::backend::{Backend, Extent, Geometry, Lent, Op, Zero};
 use thruway_engine::Segment;
+use thruway_metrics::{RegisterError, Registered, Registry};
 
 macro_rules! forwarded {
     ($(fn $name:ident(&self $(, $arg:ident: $ty:ty)*) -> $ret:ty;)*) => {
@@ -57,4 +58,5 @@ forwarded! {
     fn extents(&self, at: u64, len: u64, most: usize) -> Op<'_, Vec<Extent>>;
     fn hint_sequential(&self, at: u64, len: u64) -> ();
     fn summary(&self) -> Option<String>;
+    fn register(&self, registry: &Registry, export: &str) -> Result<Vec<Registered>, RegisterError>;
 }

@@ -7,6 +7,7 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 use thruway_engine::Reactors;
+use thruway_metrics::{RegisterError, Registered, Registry};
 use thruway_server::tls::TlsServer;
 use thruway_server::{Acceptor, Address, ConnectionKind, ListenError, Permit, Plain, Socket, Stream};
 
@@ -61,6 +62,14 @@ impl Server {
     /// The addresses it listens on, with the ports that the kernel chose.
     pub fn addresses(&self) -> &[Address] {
         &self.addresses
+    }
+
+    /// Registers its metrics.
+    ///
+    /// # Errors
+    /// [`RegisterError`], if another server of the protocol is registered.
+    pub fn register(&self, registry: &Registry) -> Result<Registered, RegisterError> {
+        self.acceptor.register(registry)
     }
 
     /// Connections that are being served.

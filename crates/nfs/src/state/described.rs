@@ -1,30 +1,59 @@
-//! What is known of clients, for people.
+//! Descriptions and numbers of clients.
 
 use super::clients::{Client, Kind};
 use super::files::Held;
 use super::{Host, State};
 use std::fmt::Write;
 
+/// Numbers of what clients hold.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct HeldCounts {
+    /// Clients.
+    pub(crate) clients: u64,
+    /// Open files.
+    pub(crate) opens: u64,
+    /// Locked ranges.
+    pub(crate) locks: u64,
+    /// Delegations.
+    pub(crate) delegations: u64,
+}
+
 impl State {
-    /// What a client calls itself.
+    /// Name of a client, as the client has given it.
     pub(crate) fn name_of(&self, id: u64) -> String {
         self.clients.get(&id).map_or_else(|| "unknown".into(), name)
+    }
+
+    /// Numbers of all clients together.
+    pub(crate) fn count_held(&self) -> HeldCounts {
+        let confirmed = self.clients.values().filter(|client| client.is_confirmed);
+        confirmed.map(|client| self.held_by(client)).fold(HeldCounts::default(), |all, one| HeldCounts {
+            clients: all.clients + one.clients,
+            opens: all.opens + one.opens,
+            locks: all.locks + one.locks,
+            delegations: all.delegations + one.delegations,
+        })
+    }
+
+    fn held_by(&self, client: &Client) -> HeldCounts {
+        let mut counts = HeldCounts { clients: 1, ..HeldCounts::default() };
+        for number in &client.held {
+            match self.held.get(number) {
+                Some(Held::Open(_)) => counts.opens += 1,
+                Some(Held::Locks(holder)) => {
+                    counts.locks += self.files.get(&holder.file).map_or(0, |file| file.locks.count(*number)) as u64;
+                }
+                Some(Held::Delegation(_)) => counts.delegations += 1,
+                None => {}
+            }
+        }
+        counts
     }
 
     /// A line for each client: its name, where it comes from, when it was last heard of, and what it has.
     pub(crate) fn describe_clients(&self, now: u64) -> Vec<String> {
         let describe = |(id, client): (&u64, &Client)| {
-            let (mut opens, mut locks, mut delegations) = (0, 0, 0);
-            for number in &client.held {
-                match self.held.get(number) {
-                    Some(Held::Open(_)) => opens += 1,
-                    Some(Held::Locks(holder)) => {
-                        locks += self.files.get(&holder.file).map_or(0, |file| file.locks.count(*number));
-                    }
-                    Some(Held::Delegation(_)) => delegations += 1,
-                    None => {}
-                }
-            }
+            let HeldCounts { opens, locks, delegations, .. } = self.held_by(client);
             let idle = now.saturating_sub(client.lease.renewed()) / 1000;
             let version = match client.name.kind {
                 Kind::Monitored => "3",

@@ -8,7 +8,7 @@
 mod callback;
 mod clients;
 mod delegations;
-mod described;
+pub(crate) mod described;
 mod files;
 mod monitored;
 mod numbered;

@@ -25,6 +25,7 @@ use self::recall::Clients;
 use self::recovery::Recovery;
 use crate::delegations::Delegate;
 use crate::share::Shares;
+use crate::state::described::HeldCounts;
 use crate::state::session::Session;
 use crate::state::{GrantPermit, Notice, PendingGrant, Refused, State};
 use crate::status::Status;
@@ -35,6 +36,7 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 use thruway_engine::{Reactors, reactor};
+use thruway_metrics::{Description, RegisterError, Registered, Registry};
 use thruway_rpc::message::{AuthError, CallHeader, Refusal};
 use thruway_rpc::server::{Answer, Call, Program};
 use thruway_rpc::xdr::{self, Decoder, Encoder};
@@ -126,6 +128,9 @@ pub struct Config {
     pub had_clients: bool,
 }
 
+/// Returns one of the numbers.
+type Select = fn(&HeldCounts) -> u64;
+
 /// The program.
 pub struct Nfs4(pub(crate) Arc<Server>);
 
@@ -194,6 +199,33 @@ impl Nfs4 {
     /// Leases do not expire while one of these reactors stands still.
     pub fn watch(&self, reactors: &Reactors) {
         self.0.clock.watch(reactors);
+    }
+
+    /// Registers the numbers of clients and of what they hold.
+    ///
+    /// # Errors
+    /// [`RegisterError`].
+    pub fn register(&self, registry: &Registry) -> Result<Vec<Registered>, RegisterError> {
+        const METRICS: [(Description, Select); 4] = [
+            (
+                Description { name: "thruway_nfs_clients", help: "Clients of version 4, and of version 3 with locks." },
+                |counts| counts.clients,
+            ),
+            (Description { name: "thruway_nfs_opens", help: "Open files of clients." }, |counts| counts.opens),
+            (Description { name: "thruway_nfs_locks", help: "Locked ranges of clients." }, |counts| counts.locks),
+            (Description { name: "thruway_nfs_delegations", help: "Delegations to clients." }, |counts| {
+                counts.delegations
+            }),
+        ];
+        let register = |(description, read): (Description, Select)| {
+            let server = Arc::downgrade(&self.0);
+            let read = move || {
+                let counts = server.upgrade().map(|server| server.state(|state, _| state.count_held()));
+                counts.map_or(0, |counts| i64::try_from(read(&counts)).unwrap_or(i64::MAX))
+            };
+            registry.gauge_of(description, &[], read)
+        };
+        METRICS.into_iter().map(register).collect()
     }
 
     /// A line for each client of version 4, and of version 3 that has locks: who it is, and what it has.

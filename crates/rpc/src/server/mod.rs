@@ -30,6 +30,7 @@ use std::time::Duration;
 use thruway_engine::digest::{DIGEST_LEN, Xxh3Pieces};
 use thruway_engine::pipes::Pipes;
 use thruway_gss::Acceptor as GssAcceptor;
+use thruway_metrics::{RegisterError, Registered, Registry};
 use thruway_server::{Acceptor, Address, Buffers, Flag, Peer, caller, panics};
 use thruway_tcp::Origin;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
@@ -59,6 +60,14 @@ impl Server {
     /// The addresses it listens on, with the ports that the kernel chose.
     pub fn addresses(&self) -> &[Address] {
         &self.addresses
+    }
+
+    /// Registers its metrics.
+    ///
+    /// # Errors
+    /// [`RegisterError`], if another server of the protocol is registered.
+    pub fn register(&self, registry: &Registry) -> Result<Registered, RegisterError> {
+        self.acceptor.register(registry)
     }
 
     /// Connections that are being served.

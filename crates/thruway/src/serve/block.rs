@@ -1,12 +1,13 @@
 //! The block service of the daemon: arguments, start, announcement.
 
-use super::Mistake;
 use super::config::again;
+use super::factory::{ServiceFactory, Start};
+use super::{Mistake, ServeArgs, fabric};
 use clap::Args;
 use std::collections::HashMap;
 use std::error::Error;
 use std::net::SocketAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 use thruway_block::export::Spec;
@@ -18,14 +19,13 @@ use thruway_block::{Backend, Export, iscsi, nbd};
 use thruway_engine::Reactors;
 use thruway_engine::topology::usable_nodes;
 use thruway_fabric::Provider;
+use thruway_metrics::{RegisterError, Registered, Registry};
 use thruway_server::service::{Announcement, Service};
 use thruway_server::tls::TlsServer;
 use thruway_server::{Address, ConnectionKind};
 
 /// Above these options in the help.
 pub(super) const HEADING: &str = "Block service";
-/// Default of `--max-connections`.
-pub(super) const MAX_CONNECTIONS: u32 = 1024;
 
 /// Arguments of the block service.
 #[derive(Args)]
@@ -63,24 +63,9 @@ pub(super) struct BlockArgs {
     /// Serve only iSCSI initiators of this name; may be repeated
     #[arg(long, value_name = "IQN")]
     initiator: Vec<String>,
-    /// Directory for what outlives the daemon: persistent reservations; the key of NFS handles, without which clients mount again,
-    /// and which NFS clients had files open [default: /var/lib/thruway for root, ~/.local/state/thruway for others]
-    #[arg(long, value_name = "DIR", help_heading = None)]
-    state: Option<PathBuf>,
-    /// Maximum concurrent connections of each protocol of disks and shares; fewer if the limit on open files is low
-    #[arg(long, value_name = "N", help_heading = None, default_value_t = MAX_CONNECTIONS, value_parser = clap::value_parser!(u32).range(1..))]
-    pub max_connections: u32,
     /// Number of threads of the block service [default: one for each core]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
     reactors: Option<u32>,
-}
-
-/// Where a program of this user keeps what is to outlive it.
-fn default_state() -> Option<PathBuf> {
-    if rustix::process::geteuid().is_root() {
-        return Some("/var/lib/thruway".into());
-    }
-    crate::directories::state()
 }
 
 fn parse_iqn(text: &str) -> Result<String, String> {
@@ -92,13 +77,8 @@ fn parse_iqn(text: &str) -> Result<String, String> {
 }
 
 impl BlockArgs {
-    /// Where to keep what is to outlive the daemon.
-    pub(super) fn state(&self) -> Option<PathBuf> {
-        self.state.clone().or_else(default_state)
-    }
-
     /// Whether there are initiators, who may ask for what outlives the daemon.
-    pub(super) fn has_initiators(&self) -> bool {
+    fn has_initiators(&self) -> bool {
         !self.iscsi.is_empty() || !self.iser.is_empty()
     }
 
@@ -108,7 +88,7 @@ impl BlockArgs {
     }
 
     /// Mistakes of the options: without effect, two disks of one name, or open to everybody unasked.
-    pub(super) fn check(&self, anonymous: bool) -> Vec<Mistake> {
+    fn check(&self, anonymous: bool) -> Vec<Mistake> {
         let iscsi = !self.iscsi.is_empty() || !self.iser.is_empty();
         let nbd = !self.nbd.is_empty() || !iscsi;
         let given = [
@@ -195,7 +175,7 @@ impl BlockArgs {
 
     /// Errors that would keep disks from being served, as far as they can be found without opening disks. Each comes with
     /// the part of the configuration that it concerns.
-    pub(super) fn mistakes(&self) -> Vec<Mistake> {
+    fn mistakes(&self) -> Vec<Mistake> {
         let nodes = usable_nodes().len();
         let disks = Spec::check(&self.block, nodes).into_iter();
         let disks = disks.map(|(name, error)| (format!("disk '{name}'"), format!("block export '{name}': {error}")));
@@ -206,7 +186,7 @@ impl BlockArgs {
     }
 
     /// The protocols that are served, and the kinds of their connections.
-    pub(super) fn listeners(&self) -> Vec<(&'static str, ConnectionKind)> {
+    fn listeners(&self) -> Vec<(&'static str, ConnectionKind)> {
         if self.block.is_empty() {
             return Vec::new();
         }
@@ -225,6 +205,7 @@ impl BlockArgs {
         exports: &[Arc<Export>],
         tls: Option<Arc<TlsServer>>,
         anonymous: bool,
+        connections_max: usize,
         reactors: &Reactors,
     ) -> Result<Option<nbd::Server>, String> {
         let mut listen = self.nbd.clone();
@@ -247,21 +228,20 @@ impl BlockArgs {
             exports: exports.into(),
             tls,
             own_user_only: self.tls_ca.is_none() && !anonymous,
-            connections_max: self.max_connections as usize,
+            connections_max,
         };
         nbd::Server::start(config, reactors).map(Some).map_err(|e| e.to_string())
     }
 
     /// The disks as iSCSI targets, and who may use them.
-    fn targets(&self, exports: &[Arc<Export>]) -> Result<Arc<Targets>, String> {
+    fn targets(&self, exports: &[Arc<Export>], state: Option<&Path>) -> Result<Arc<Targets>, String> {
         self.check_targets()?;
         let secrets = self.secrets()?;
         let mut targets: Vec<Target> = Vec::new();
-        let state = self.state();
         for export in exports {
             let name = self.target_name(&export.name, export.target.as_ref());
             let mut unit = Unit::new(Arc::clone(export), export.sector);
-            if let Some(state) = state.as_ref().filter(|_| export.is_lasting) {
+            if let Some(state) = state.filter(|_| export.is_lasting) {
                 unit = unit.with_lasting(Lasting::of(state, &export.identity)).map_err(|e| e.to_string())?;
             }
             let unit = Arc::new(unit);
@@ -282,6 +262,7 @@ impl BlockArgs {
         &self,
         targets: &Arc<Targets>,
         anonymous: bool,
+        connections_max: usize,
         reactors: &Reactors,
     ) -> Result<Option<iscsi::Server>, String> {
         if self.iscsi.is_empty() {
@@ -289,7 +270,7 @@ impl BlockArgs {
         }
         let (listen, targets) = (self.iscsi.clone(), Arc::clone(targets));
         let own_user_only = self.own_initiators_only(anonymous);
-        let config = iscsi::Config { listen, targets, own_user_only, connections_max: self.max_connections as usize };
+        let config = iscsi::Config { listen, targets, own_user_only, connections_max };
         iscsi::Server::start(config, reactors).map(Some).map_err(|e| e.to_string())
     }
 
@@ -297,6 +278,7 @@ impl BlockArgs {
         &self,
         targets: &Arc<Targets>,
         anonymous: bool,
+        connections_max: usize,
         fabric: impl FnOnce(&[SocketAddr]) -> Result<Provider, String>,
         reactors: &Reactors,
     ) -> Result<Option<iser::Server>, String> {
@@ -308,7 +290,7 @@ impl BlockArgs {
             provider: fabric(&self.iser)?,
             targets: Arc::clone(targets),
             own_user_only: self.own_initiators_only(anonymous),
-            connections_max: self.max_connections as usize,
+            connections_max,
         };
         iser::Server::start(config, reactors).map(Some).map_err(|e| format!("iSER: {e}"))
     }
@@ -318,6 +300,46 @@ impl BlockArgs {
 const LEAVE_TIMEOUT: Duration = Duration::from_secs(6);
 /// How long requests that are still in progress when their clients have been told to leave may take.
 const LAST_REQUESTS: Duration = Duration::from_secs(10);
+
+/// The block service.
+pub(super) struct BlockFactory;
+
+impl ServiceFactory for BlockFactory {
+    fn check(&self, args: &ServeArgs) -> Vec<Mistake> {
+        args.block.check(args.anonymous)
+    }
+
+    fn errors(&self, args: &ServeArgs) -> Vec<Mistake> {
+        args.block.mistakes()
+    }
+
+    fn listeners(&self, args: &ServeArgs) -> Vec<(&'static str, ConnectionKind)> {
+        args.block.listeners()
+    }
+
+    fn prepare<'a>(&self, args: &'a ServeArgs) -> Result<Option<Start<'a>>, String> {
+        if args.block.block.is_empty() {
+            return Ok(None);
+        }
+        prepare_state(args);
+        Ok(Some(Box::new(|| Ok(Box::new(BlockService::start(args)?)))))
+    }
+}
+
+/// Makes the directory for persistent reservations, for which only initiators ask.
+fn prepare_state(args: &ServeArgs) {
+    let Some(state) = args.state().filter(|_| args.block.has_initiators()) else { return };
+    let made = match &args.user {
+        Some(user) => {
+            let own = user.make_directory(&state);
+            own.and_then(|()| user.take_over(&state, Lasting::DIRECTORY, Lasting::is_name))
+        }
+        None => std::fs::create_dir_all(&state),
+    };
+    if let Err(error) = made {
+        tracing::warn!(path = %state.display(), %error, "cannot create the state directory: persistent reservations will not survive a restart");
+    }
+}
 
 /// The running block service.
 pub(super) struct BlockService {
@@ -331,15 +353,9 @@ pub(super) struct BlockService {
 }
 
 impl BlockService {
-    /// Starts what the arguments ask for; `None` if that is nothing.
-    pub(super) fn start(
-        args: &BlockArgs,
-        anonymous: bool,
-        fabric: impl FnOnce(&[SocketAddr]) -> Result<Provider, String>,
-    ) -> Result<Option<BlockService>, String> {
-        if args.block.is_empty() {
-            return Ok(None);
-        }
+    fn start(serve: &ServeArgs) -> Result<BlockService, String> {
+        let (args, anonymous) = (&serve.block, serve.anonymous);
+        let connections_max = serve.max_connections as usize;
         let reactors = Reactors::start(args.reactors.map(|n| n as usize))
             .map_err(|e| format!("starting the block service: {e}"))?;
         let mut exports: Vec<Arc<Export>> = Vec::new();
@@ -357,12 +373,13 @@ impl BlockService {
             exports.push(Arc::new(opened));
         }
         // Reservations that outlive daemons are in force before anybody is served.
-        let targets = args.targets(&exports)?;
+        let targets = args.targets(&exports, serve.state().as_deref())?;
         let tls = args.tls()?;
-        let nbd = args.nbd(&exports, tls.clone(), anonymous, &reactors)?;
-        let iscsi = args.iscsi(&targets, anonymous, &reactors)?;
-        let iser = args.iser(&targets, anonymous, fabric, &reactors)?;
-        Ok(Some(BlockService { nbd, iscsi, iser, exports, tls, reactors }))
+        let nbd = args.nbd(&exports, tls.clone(), anonymous, connections_max, &reactors)?;
+        let iscsi = args.iscsi(&targets, anonymous, connections_max, &reactors)?;
+        let iser =
+            args.iser(&targets, anonymous, connections_max, |listen| fabric(serve.provider, listen), &reactors)?;
+        Ok(BlockService { nbd, iscsi, iser, exports, tls, reactors })
     }
 }
 
@@ -386,6 +403,17 @@ impl Service for BlockService {
     fn reload(&self) -> Result<(), Box<dyn Error>> {
         self.tls.iter().try_for_each(|tls| tls.reload())?;
         Ok(())
+    }
+
+    fn register(&self, registry: &Registry) -> Result<Vec<Registered>, RegisterError> {
+        let nbd = self.nbd.iter().map(|server| server.register(registry));
+        let iscsi = self.iscsi.iter().map(|server| server.register(registry));
+        let iser = self.iser.iter().map(|server| server.register(registry));
+        let mut all: Vec<Registered> = nbd.chain(iscsi).chain(iser).collect::<Result<_, _>>()?;
+        for export in &self.exports {
+            all.extend(export.backend.register(registry, &export.name)?);
+        }
+        Ok(all)
     }
 
     fn statistics(&self) -> Vec<String> {

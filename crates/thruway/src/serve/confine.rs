@@ -102,13 +102,14 @@ impl Allowed {
         args.authorized_keys.iter().chain(&args.config).for_each(|path| allowed.replaced(path));
         allowed.read.extend(args.block.secret_files().cloned());
         allowed.read.extend(std::env::current_exe());
-        allowed.write.extend(args.block.state().filter(|_| !args.block.block.is_empty()));
+        allowed.write.extend(args.state().filter(|_| !args.block.block.is_empty()));
         args.block.block.iter().for_each(|spec| allowed.export(spec));
         for address in &args.block.nbd {
             if let Address::Unix(path) = address {
                 allowed.sockets.extend(directory(path));
             }
         }
+        allowed.sockets.extend(args.control.as_deref().and_then(directory));
         allowed
     }
 }

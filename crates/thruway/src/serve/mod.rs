@@ -3,16 +3,18 @@
 mod block;
 mod config;
 mod confine;
+mod control;
+mod factory;
 mod nfs;
 mod open_files;
 mod transfer;
 mod user;
 
-use self::block::{BlockArgs, BlockService};
-use self::nfs::{NfsArgs, NfsService};
-use self::transfer::TransferService;
+use self::block::BlockArgs;
+use self::factory::FACTORIES;
+use self::nfs::NfsArgs;
 use self::user::User;
-use crate::{Cli, Command, keys};
+use crate::{Cli, Command};
 use clap::{Args, Parser, ValueEnum};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGXFSZ};
 use signal_hook::iterator::Signals;
@@ -20,16 +22,16 @@ use std::ffi::OsString;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::{LazyLock, mpsc};
-use thruway_block::scsi::Lasting;
+use std::time::SystemTime;
 use thruway_cli::{Common, Failed, print};
 use thruway_engine::limits;
 use thruway_fabric::{Provider, iwarp, shm, verbs};
+use thruway_metrics::{Description, RegisterError, Registered, Registry};
 use thruway_options::{OptionKind, Required, Schema, Set};
 use thruway_server::Address;
 use thruway_server::service::{Announcement, Service};
 use thruway_transfer::access::AuthorizedKeys;
-use thruway_transfer::auth::KeyPair;
-use thruway_transfer::daemon::{Export, check_exports};
+use thruway_transfer::daemon::Export;
 
 /// Below the options in the help.
 static AFTER_HELP: LazyLock<String> = LazyLock::new(|| HELP.replace("ITEMS", &items()));
@@ -120,6 +122,9 @@ pub(crate) struct ServeArgs {
     /// Disable the Landlock sandbox (Linux 6.2 or later)
     #[arg(long)]
     no_landlock: bool,
+    /// Answer programs of this user and of root on this Unix socket: statistics, stop (JSON lines; see the book's page on serving)
+    #[arg(long, value_name = "PATH")]
+    control: Option<PathBuf>,
     /// Maximum concurrent sessions
     #[arg(long, value_name = "N", default_value_t = 2048, value_parser = clap::value_parser!(u32).range(1..))]
     max_sessions: u32,
@@ -129,6 +134,13 @@ pub(crate) struct ServeArgs {
     /// Exit after one session
     #[arg(long)]
     once: bool,
+    /// Directory for what outlives the daemon: persistent reservations; the key of NFS handles, without which clients mount again,
+    /// and which NFS clients had files open [default: /var/lib/thruway for root, ~/.local/state/thruway for others]
+    #[arg(long, value_name = "DIR")]
+    state: Option<PathBuf>,
+    /// Maximum concurrent connections of each protocol of disks and shares; fewer if the limit on open files is low
+    #[arg(long, value_name = "N", default_value_t = MAX_CONNECTIONS, value_parser = clap::value_parser!(u32).range(1..))]
+    max_connections: u32,
     #[command(flatten)]
     block: BlockArgs,
     #[command(flatten)]
@@ -136,6 +148,24 @@ pub(crate) struct ServeArgs {
     /// Read a shared secret from standard input, answer with the address on standard output
     #[arg(long, hide = true)]
     secret_from_stdin: bool,
+}
+
+/// Default of `--max-connections`.
+const MAX_CONNECTIONS: u32 = 1024;
+
+impl ServeArgs {
+    /// Where to keep what is to outlive the daemon.
+    fn state(&self) -> Option<PathBuf> {
+        self.state.clone().or_else(default_state)
+    }
+}
+
+/// Where a program of this user keeps what is to outlive it.
+fn default_state() -> Option<PathBuf> {
+    if rustix::process::geteuid().is_root() {
+        return Some("/var/lib/thruway".into());
+    }
+    crate::directories::state()
 }
 
 /// What a daemon listens with.
@@ -259,9 +289,7 @@ type Mistake = (String, String);
 
 /// Mistakes that the options alone show: without effect, contradictory, or open to everybody unasked.
 fn usage_mistakes(args: &ServeArgs) -> Vec<Mistake> {
-    let mut mistakes = args.block.check(args.anonymous);
-    mistakes.extend(args.nfs.check(args.anonymous, args.user.is_some()));
-    mistakes.extend(transfer::check(args));
+    let mut mistakes: Vec<Mistake> = FACTORIES.iter().flat_map(|factory| factory.check(args)).collect();
     mistakes.extend(shared_disks(args));
     mistakes
 }
@@ -360,47 +388,28 @@ fn serve(args: &ServeArgs, common: &Common) -> Result<(), String> {
     // A handled SIGXFSZ does not end the daemon: a write beyond the limit on the size of files fails with EFBIG.
     signal_hook::flag::register(SIGXFSZ, std::sync::Arc::default()).map_err(|e| e.to_string())?;
     open_files::divide(args);
-    prepare_state(args);
-    // Made when there is none, or only read: no affair of a daemon that serves already.
-    let credentials = wants_transfer(args).then(|| transfer::credentials(args)).transpose()?;
-    if wants_transfer(args)
-        && let Err(error) = keys::use_journal_secret()
-    {
-        tracing::warn!(%error, "cannot keep the secret of journals: interrupted copies start over when the daemon was restarted");
+    let control = args.control.as_deref().map(|path| control::Bound::new(path, args.user.is_some())).transpose()?;
+    let mut starts = Vec::new();
+    for factory in FACTORIES {
+        starts.extend(factory.prepare(args)?);
     }
     // What ssh starts for a user may open what the user may.
     // Landlock knows files by their paths, and a file that is found by its handle may have none.
     if !args.no_landlock && !args.secret_from_stdin && args.nfs.share.is_empty() {
         confine::confine(args)?;
     }
-    let mut services: Vec<Box<dyn Service>> = Vec::new();
-    if let Some(blocks) = BlockService::start(&args.block, args.anonymous, |listen| fabric(args.provider, listen))? {
-        services.push(Box::new(blocks));
-    }
-    let state = args.block.state();
-    let connections_max = args.block.max_connections;
-    let over = |listen: &[SocketAddr]| fabric(args.provider, listen);
-    let config = args.config.clone();
-    let read_again = Box::new(move || match &config {
-        None => Ok(None),
-        Some(path) => with_config(path).map(|args| Some((args.nfs, args.anonymous))).map_err(|e| e.to_string()),
-    });
-    let nfs = NfsService::start(&args.nfs, args.anonymous, connections_max, state.as_deref(), read_again, over)?;
-    if let Some(files) = nfs {
-        services.push(Box::new(files));
-    }
-    if let Some(credentials) = credentials {
-        services.insert(0, Box::new(TransferService::start(args, credentials)?));
-    }
+    let services = starts.into_iter().map(|start| start()).collect::<Result<Vec<_>, _>>()?;
     open_files::check(args)?;
     // No session has begun yet; disks are open, and clients of theirs name nothing that would be opened.
     become_user(args)?;
-    supervise(services, signals, args, common)
+    supervise(services, signals, control, args, common)
 }
 
 /// What happens to a daemon.
 enum Event {
     Signal(i32),
+    /// A program has asked for the end by the control socket.
+    Stop,
     /// The ssh connection that started the daemon has ended.
     StdinClosed,
     /// A service has ended by itself.
@@ -411,6 +420,7 @@ enum Event {
 fn supervise(
     mut services: Vec<Box<dyn Service>>,
     mut signals: Signals,
+    control: Option<control::Bound>,
     args: &ServeArgs,
     common: &Common,
 ) -> Result<(), String> {
@@ -421,6 +431,15 @@ fn supervise(
             let _ = events.send(Event::Ended(result.map_err(|e| e.to_string())));
         }));
     }
+    let registry = Registry::default();
+    let _own = register(&registry).map_err(|e| e.to_string())?;
+    let mut registered = Vec::new();
+    for service in &services {
+        registered.extend(service.register(&registry).map_err(|e| e.to_string())?);
+    }
+    let told = events.clone();
+    let stop = move || _ = told.send(Event::Stop);
+    let _control = control.map(|control| control.serve(registry, stop)).transpose()?;
     if args.secret_from_stdin {
         let events = events.clone();
         std::thread::spawn(move || {
@@ -442,7 +461,7 @@ fn supervise(
                 let lines = services.iter().flat_map(|service| guarded(|| service.statistics()).unwrap_or_default());
                 lines.for_each(|line| thruway_cli::say_error!("{line}"));
             }
-            Event::Signal(_) | Event::StdinClosed => break,
+            Event::Signal(_) | Event::Stop | Event::StdinClosed => break,
             Event::Ended(how) => {
                 result = how;
                 break;
@@ -456,6 +475,19 @@ fn supervise(
         result = result.and(guarded(|| service.shut_down().map_err(|e| e.to_string())).flatten());
     }
     result
+}
+
+/// Registers the metrics of the daemon itself.
+fn register(registry: &Registry) -> Result<[Registered; 2], RegisterError> {
+    const START: Description =
+        Description { name: "thruway_start_time_seconds", help: "Time of the start, in seconds since 1970." };
+    const BUILD: Description = Description { name: "thruway_build_info", help: "Version of the program." };
+    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs();
+    let start = i64::try_from(now).unwrap_or(i64::MAX);
+    Ok([
+        registry.gauge_of(START, &[], move || start)?,
+        registry.gauge_of(BUILD, &[("version", env!("CARGO_PKG_VERSION"))], || 1)?,
+    ])
 }
 
 /// Reloads the services. Reports applied changes, changes that need a restart, and mistakes. `started` is the
@@ -499,21 +531,6 @@ fn guarded<T>(call: impl FnOnce() -> T) -> Result<T, String> {
         .map_err(|_| "internal error: a service panicked".into())
 }
 
-/// Makes the directory for what is to outlive the daemon, which only initiators ask for.
-fn prepare_state(args: &ServeArgs) {
-    let Some(state) = args.block.state().filter(|_| args.block.has_initiators()) else { return };
-    let made = match &args.user {
-        Some(user) => {
-            let own = user.make_directory(&state);
-            own.and_then(|()| user.take_over(&state, Lasting::DIRECTORY, Lasting::is_name))
-        }
-        None => std::fs::create_dir_all(&state),
-    };
-    if let Err(error) = made {
-        tracing::warn!(path = %state.display(), %error, "cannot create the state directory: persistent reservations will not survive a restart");
-    }
-}
-
 /// Gives up root, if that is asked for, and makes sure that what is opened later can be opened without.
 fn become_user(args: &ServeArgs) -> Result<(), String> {
     let Some(user) = &args.user else { return Ok(()) };
@@ -530,22 +547,7 @@ fn become_user(args: &ServeArgs) -> Result<(), String> {
 fn check(args: &ServeArgs, common: &Common, usage: Vec<Mistake>) -> Result<(), Failed> {
     let is_usage = !usage.is_empty();
     let mut mistakes = usage;
-    for export in &args.export {
-        let error = check_exports(std::slice::from_ref(export)).err();
-        mistakes.extend(error.map(|e| (format!("export '{}'", export.name), e.to_string())));
-    }
-    if let Some(path) = &args.authorized_keys
-        && let Err(all) = transfer::load_authorized(path, &args.export)
-    {
-        mistakes.extend(all.into_iter().map(|e| ("--authorized-keys".into(), e.to_string())));
-    }
-    if let Some(path) = &args.key
-        && let Err(e) = KeyPair::load(path)
-    {
-        mistakes.push(("--key".into(), e.to_string()));
-    }
-    mistakes.extend(args.block.mistakes());
-    mistakes.extend(args.nfs.mistakes());
+    mistakes.extend(FACTORIES.iter().flat_map(|factory| factory.errors(args)));
     if mistakes.is_empty() {
         if !common.quiet {
             let counts =

@@ -1,6 +1,6 @@
 //! The limit on open files: its division among listeners, and the least that the daemon can work with.
 
-use super::{ServeArgs, block};
+use super::{ServeArgs, factory};
 use std::os::fd::{AsFd, OwnedFd};
 use thruway_engine::limits;
 use thruway_server::ConnectionKind;
@@ -18,10 +18,10 @@ const OF_DIRECT_DIRECTORY: usize = 64 * 4;
 
 /// Divides the files that this process may have open among its listeners. Logs if there are too few for `--max-connections`.
 pub(super) fn divide(args: &ServeArgs) {
-    let listeners: Vec<_> = args.block.listeners().into_iter().chain(args.nfs.listeners()).collect();
+    let listeners = factory::listeners(args);
     let others = [super::wants_transfer(args), args.nfs.is_rpcbind()].map(usize::from);
     limits::set_listeners(listeners.len() + others.iter().sum::<usize>());
-    let wanted = args.block.max_connections as usize;
+    let wanted = args.max_connections as usize;
     let most = listeners.iter().map(|(protocol, kind)| (protocol, kind.connections_max()));
     let too_few: Vec<_> = most.filter(|(_, most)| *most < wanted).map(|(p, most)| format!("{most} of {p}")).collect();
     if too_few.is_empty() {
@@ -33,14 +33,14 @@ pub(super) fn divide(args: &ServeArgs) {
          raise it with ulimit -n, or LimitNOFILE= of systemd"
     );
     // The user did not ask for the default.
-    if args.block.max_connections == block::MAX_CONNECTIONS { tracing::info!("{why}") } else { tracing::warn!("{why}") }
+    if args.max_connections == super::MAX_CONNECTIONS { tracing::info!("{why}") } else { tracing::warn!("{why}") }
 }
 
 /// Refuses to serve if one client of each listener would exhaust the limit on open files. Called when the services have their
 /// descriptors. Logs if clients of several shares could exhaust it.
 pub(super) fn check(args: &ServeArgs) -> Result<(), String> {
     let mut needed = if super::wants_transfer(args) { OF_SESSION } else { 0 };
-    for (_, kind) in args.block.listeners().into_iter().chain(args.nfs.listeners()) {
+    for (_, kind) in factory::listeners(args) {
         needed += if kind == ConnectionKind::Rdma { OF_RDMA_CONNECTION } else { OF_CONNECTION };
     }
     let directories = args.nfs.share.iter().filter(|share| share.is_directory());

@@ -1,6 +1,7 @@
 //! The transfer service of the daemon: credentials, start, announcement.
 
 use super::config::again;
+use super::factory::{ServiceFactory, Start};
 use super::{Mistake, ServeArgs, fabric};
 use crate::endpoint::DEFAULT_PORT;
 use crate::keys;
@@ -10,14 +11,17 @@ use std::net::SocketAddr;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::thread::JoinHandle;
-use thruway_server::Address;
+use thruway_metrics::{Description, RegisterError, Registered, Registry};
 use thruway_server::service::{Announcement, Ended, Service};
+use thruway_server::{Address, ConnectionKind};
 use thruway_transfer::access::AuthorizedKeys;
 use thruway_transfer::auth::{AuthError, Credentials, KeyPair, from_hex};
-use thruway_transfer::daemon::{Config, DEV_EXPORT, Daemon, Export, StartError, Stopper, check_export_names};
+use thruway_transfer::daemon::{
+    Config, DEV_EXPORT, Daemon, Export, StartError, Stopper, check_export_names, check_exports,
+};
 
 /// Who the daemon is.
-pub(super) fn credentials(args: &ServeArgs) -> Result<Credentials, String> {
+fn credentials(args: &ServeArgs) -> Result<Credentials, String> {
     if args.secret_from_stdin {
         let mut line = String::new();
         std::io::stdin().lock().read_line(&mut line).map_err(|e| format!("reading the secret: {e}"))?;
@@ -33,7 +37,7 @@ fn is_loopback_only(listen: &[SocketAddr]) -> bool {
 }
 
 /// Loads the authorized keys. Warns of keys for exports that do not exist, and if other users can write to the file, and so add keys.
-pub(super) fn load_authorized(path: &Path, exports: &[Export]) -> Result<AuthorizedKeys, Vec<AuthError>> {
+fn load_authorized(path: &Path, exports: &[Export]) -> Result<AuthorizedKeys, Vec<AuthError>> {
     let keys = AuthorizedKeys::load(path)?;
     let known: Vec<&str> = exports.iter().map(|export| export.name.as_str()).chain([DEV_EXPORT]).collect();
     for (line, name) in keys.unknown_exports(&known) {
@@ -81,7 +85,7 @@ pub(super) struct TransferService {
 
 impl TransferService {
     /// Listens. Sessions begin with [`Service::run`].
-    pub(super) fn start(args: &ServeArgs, credentials: Credentials) -> Result<TransferService, String> {
+    fn start(args: &ServeArgs, credentials: Credentials) -> Result<TransferService, String> {
         let public_key = match &credentials {
             Credentials::Keys(pair) => pair.public().to_string(),
             Credentials::Secret(_) => String::new(),
@@ -142,6 +146,14 @@ impl Service for TransferService {
         Ok(())
     }
 
+    fn register(&self, registry: &Registry) -> Result<Vec<Registered>, RegisterError> {
+        const SESSIONS: Description =
+            Description { name: "thruway_transfer_sessions", help: "Sessions of copies that are being served." };
+        let stopper = self.stopper.clone();
+        let read = move || i64::try_from(stopper.sessions()).unwrap_or(i64::MAX);
+        Ok(vec![registry.gauge_of(SESSIONS, &[], read)?])
+    }
+
     fn statistics(&self) -> Vec<String> {
         vec![format!("RFTP: {} sessions", self.stopper.sessions())]
     }
@@ -159,8 +171,53 @@ impl Service for TransferService {
     }
 }
 
+/// The transfer service.
+pub(super) struct TransferFactory;
+
+impl ServiceFactory for TransferFactory {
+    fn check(&self, args: &ServeArgs) -> Vec<Mistake> {
+        check(args)
+    }
+
+    fn errors(&self, args: &ServeArgs) -> Vec<Mistake> {
+        let mut errors = Vec::new();
+        for export in &args.export {
+            let error = check_exports(std::slice::from_ref(export)).err();
+            errors.extend(error.map(|e| (format!("export '{}'", export.name), e.to_string())));
+        }
+        if let Some(path) = &args.authorized_keys
+            && let Err(all) = load_authorized(path, &args.export)
+        {
+            errors.extend(all.into_iter().map(|e| ("--authorized-keys".into(), e.to_string())));
+        }
+        if let Some(path) = &args.key
+            && let Err(e) = KeyPair::load(path)
+        {
+            errors.push(("--key".into(), e.to_string()));
+        }
+        errors
+    }
+
+    /// Sessions have a limit of their own.
+    fn listeners(&self, _args: &ServeArgs) -> Vec<(&'static str, ConnectionKind)> {
+        Vec::new()
+    }
+
+    fn prepare<'a>(&self, args: &'a ServeArgs) -> Result<Option<Start<'a>>, String> {
+        if !super::wants_transfer(args) {
+            return Ok(None);
+        }
+        // Made when there is none, or only read: no affair of a daemon that serves already.
+        let credentials = credentials(args)?;
+        if let Err(error) = keys::use_journal_secret() {
+            tracing::warn!(%error, "cannot keep the secret of journals: interrupted copies start over when the daemon was restarted");
+        }
+        Ok(Some(Box::new(|| Ok(Box::new(TransferService::start(args, credentials)?)))))
+    }
+}
+
 /// Mistakes of the options: names of exports, and a daemon that is open to everybody unasked.
-pub(super) fn check(args: &ServeArgs) -> Vec<Mistake> {
+fn check(args: &ServeArgs) -> Vec<Mistake> {
     let mut mistakes = Vec::new();
     for (at, export) in args.export.iter().enumerate() {
         let what = format!("export '{}'", export.name);

@@ -6,8 +6,9 @@ mod share;
 use self::rpcbind::{Found, RpcbindMode};
 use self::share::ShareState;
 pub(super) use self::share::{OPTIONS as SHARE, Spec};
-use super::Mistake;
 use super::config::again;
+use super::factory::{ServiceFactory, Start};
+use super::{Mistake, ServeArgs, with_config};
 use clap::Args;
 use rustix::fs::Mode;
 use std::collections::HashSet;
@@ -18,10 +19,10 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use thruway_engine::Reactors;
-use thruway_fabric::Provider;
 use thruway_fs::credentials::can_act_as_others;
 use thruway_fs::durable;
 use thruway_gss::Acceptor;
+use thruway_metrics::{RegisterError, Registered, Registry};
 use thruway_nfs::mount::Mount;
 use thruway_nfs::nfsacl::NfsAcl;
 use thruway_nfs::nlm::Nlm;
@@ -143,7 +144,7 @@ fn hold(state: &Path) -> std::io::Result<Option<File>> {
 
 impl NfsArgs {
     /// The protocols that are served, and the kinds of their connections; without rpcbind.
-    pub(super) fn listeners(&self) -> Vec<(&'static str, ConnectionKind)> {
+    fn listeners(&self) -> Vec<(&'static str, ConnectionKind)> {
         if self.share.is_empty() {
             return Vec::new();
         }
@@ -162,7 +163,7 @@ impl NfsArgs {
     }
 
     /// Mistakes of the options: without effect, two shares of one name, or open to everybody unasked.
-    pub(super) fn check(&self, anonymous: bool, user: bool) -> Vec<Mistake> {
+    fn check(&self, anonymous: bool, user: bool) -> Vec<Mistake> {
         let mut mistakes: Vec<Mistake> = Vec::new();
         let mut mistake = |what: &str, why: String| mistakes.push((what.into(), why));
         if self.share.is_empty() {
@@ -234,7 +235,7 @@ impl NfsArgs {
 
     /// Errors that would keep shares from being served, as far as they can be found without serving. Each comes with the part of the
     /// configuration that it concerns.
-    pub(super) fn mistakes(&self) -> Vec<Mistake> {
+    fn mistakes(&self) -> Vec<Mistake> {
         let share = |spec: &Spec| Some((format!("share '{}'", spec.name()), spec.open(None, 1).err()?));
         let tls = self.tls().err().map(|error| ("--nfs-tls-cert".into(), error));
         let acceptor = self.acceptor().err().map(|error| ("--nfs-keytab".into(), error));
@@ -245,8 +246,30 @@ impl NfsArgs {
 /// How long calls in progress may take when the daemon ends.
 const LEAVE_TIMEOUT: Duration = Duration::from_secs(6);
 
+/// The file service.
+pub(super) struct NfsFactory;
+
+impl ServiceFactory for NfsFactory {
+    fn check(&self, args: &ServeArgs) -> Vec<Mistake> {
+        args.nfs.check(args.anonymous, args.user.is_some())
+    }
+
+    fn errors(&self, args: &ServeArgs) -> Vec<Mistake> {
+        args.nfs.mistakes()
+    }
+
+    fn listeners(&self, args: &ServeArgs) -> Vec<(&'static str, ConnectionKind)> {
+        args.nfs.listeners()
+    }
+
+    fn prepare<'a>(&self, args: &'a ServeArgs) -> Result<Option<Start<'a>>, String> {
+        let is_wanted = !args.nfs.share.is_empty();
+        Ok(is_wanted.then(|| -> Start<'a> { Box::new(|| Ok(Box::new(NfsService::start(args)?))) }))
+    }
+}
+
 /// Reads again what the configuration file says of this service, and whether everybody is served; `None` if there is no file.
-pub(super) type ReadAgain = Box<dyn Fn() -> Result<Option<(NfsArgs, bool)>, String>>;
+type ReadAgain = Box<dyn Fn() -> Result<Option<(NfsArgs, bool)>, String>>;
 
 /// The running file service.
 pub(super) struct NfsService {
@@ -267,18 +290,16 @@ pub(super) struct NfsService {
 }
 
 impl NfsService {
-    /// Starts what the arguments ask for; `None` if that is nothing.
-    pub(super) fn start(
-        args: &NfsArgs,
-        anonymous: bool,
-        connections_max: u32,
-        state: Option<&Path>,
-        read_again: ReadAgain,
-        fabric: impl FnOnce(&[SocketAddr]) -> Result<Provider, String>,
-    ) -> Result<Option<NfsService>, String> {
-        if args.share.is_empty() {
-            return Ok(None);
-        }
+    fn start(serve: &ServeArgs) -> Result<NfsService, String> {
+        let (args, anonymous, connections_max) = (&serve.nfs, serve.anonymous, serve.max_connections);
+        let (config, provider) = (serve.config.clone(), serve.provider);
+        let fabric = |listen: &[SocketAddr]| super::fabric(provider, listen);
+        let read_again: ReadAgain = Box::new(move || match &config {
+            None => Ok(None),
+            Some(path) => with_config(path).map(|args| Some((args.nfs, args.anonymous))).map_err(|e| e.to_string()),
+        });
+        let state = serve.state();
+        let state = state.as_deref();
         let state = state.ok_or("no directory for the key of NFS handles: give --state DIR")?;
         let held = hold(state).map_err(|e| format!("{}: {e}", state.join(LOCK_FILE).display()))?;
         let held = held.ok_or_else(|| {
@@ -367,7 +388,7 @@ impl NfsService {
         let addresses = tcp.as_ref().map_or(&[][..], Server::addresses);
         let found = Found::start(args.nfs_rpcbind, addresses, nsm, &reactors, own_user_only)?;
         nlm.notify_clients(&reactors);
-        Ok(Some(NfsService {
+        Ok(NfsService {
             tcp,
             rdma,
             found,
@@ -379,7 +400,7 @@ impl NfsService {
             read_again,
             _held: held,
             _reactors: reactors,
-        }))
+        })
     }
 }
 
@@ -438,6 +459,13 @@ impl Service for NfsService {
             tracing::warn!("share '{}' is removed: needs a restart; its rules are unchanged", share.name);
         }
         Ok(())
+    }
+
+    fn register(&self, registry: &Registry) -> Result<Vec<Registered>, RegisterError> {
+        let mut all: Vec<Registered> =
+            self.servers().map(|server| server.register(registry)).collect::<Result<_, _>>()?;
+        all.extend(self.v4.register(registry)?);
+        Ok(all)
     }
 
     fn statistics(&self) -> Vec<String> {
