@@ -4,7 +4,7 @@ use crate::{Buckets, Counter, Gauge, Histogram};
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// What a metric is called, and its meaning.
+/// Name and meaning of a metric.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Description {
     /// Its name: letters, digits and `_`, at first a letter.

@@ -62,7 +62,7 @@ pub const OPTIONS: Schema<Rule> = Schema {
             ]),
             get: |rule| rule.squash.map_or(String::new(), |squash| squash.to_string()),
             default: "",
-            about: "The users of theirs that count as nobody. Default: as the share says",
+            about: "Squashing of their users. Default: that of the share",
             is_reloaded: true,
         },
         OptionKind {

@@ -238,7 +238,7 @@ fn a_socket_in_use_is_refused_and_a_dead_one_replaced() {
 fn other_users_are_refused() {
     let lab = Lab::new();
     std::fs::set_permissions(lab.path(""), std::fs::Permissions::from_mode(0o755)).unwrap();
-    // Its socket may be connected to by all users, who are told why they may not use it.
+    // All users can connect to its socket. The reply says that they are not allowed.
     let daemon = Daemon::with(&lab, &["--user", "nobody"]);
     assert!(daemon.ask(STATISTICS)["statistics"].is_array(), "root");
     // A client that is refused gets the reply before it has asked.

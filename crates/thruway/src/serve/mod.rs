@@ -154,13 +154,13 @@ pub(crate) struct ServeArgs {
 const MAX_CONNECTIONS: u32 = 1024;
 
 impl ServeArgs {
-    /// Where to keep what is to outlive the daemon.
+    /// Directory for state that survives restarts of the daemon.
     fn state(&self) -> Option<PathBuf> {
         self.state.clone().or_else(default_state)
     }
 }
 
-/// Where a program of this user keeps what is to outlive it.
+/// The default of `--state` for this user.
 fn default_state() -> Option<PathBuf> {
     if rustix::process::geteuid().is_root() {
         return Some("/var/lib/thruway".into());
